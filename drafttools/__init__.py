@@ -1,0 +1,1 @@
+"""Speculative decoding whose draft model runs at the precision it shipped with."""
