@@ -315,12 +315,11 @@ def _one_line(error: Exception) -> str:
 
 
 _ROLES = frozenset({
-    "weight", "bias", "scale", "scales", "qweight", "qzeros", "g_idx", "blocks", "weight_packed", "weight_scale",
-    "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_shape", "weight_zero_point",
+    "weight", "bias", "scale", "scales", "qweight", "qzeros", "g_idx", "blocks", "weight_packed",
+    "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_shape", "weight_zero_point",
     "weight_g_idx", "input_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "q_scale",
     "kv_scale",
 })  # fmt: skip
-)
 # One tensor for all experts, named without ".weight": `experts.gate_up_proj`, `experts.down_proj_blocks`, ...
 _STACK = re.compile(
     r"(?P<module>.*\bexperts\.(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w1|w2|w3))_?(?P<role>[a-z_0-9]*)"
@@ -400,7 +399,8 @@ def _classify_packed(parts: Parts, weight: Tensor) -> Stored:
         return _unknown(weight, "packed weight without a scale")
     if weight.dtype == "I32" and "weight_packed" in parts:
         return Stored(Format.INT4_CT, weight.dtype)
-    if weight.dtype not in ("U8", "I8", "F4") or scale.shape[:-1] != _rows(weight):
+    same_rank = len(scale.shape) == len(weight.shape)
+    if weight.dtype not in ("U8", "I8", "F4") or not same_rank or scale.shape[:-1] != _rows(weight):
         return _unknown(weight, f"{weight.dtype} {weight.shape} with scale {scale.dtype} {scale.shape}")
     columns = weight.shape[-1] * (1 if weight.dtype == "F4" else 2)
     if scale.dtype == "F8_E4M3" and scale.shape[-1] == math.ceil(columns / 16):
@@ -436,7 +436,8 @@ def _classify_fp8(weight: Tensor, scale: Tensor, inverse: bool) -> Stored:
     if scale.dtype in EXPONENT and shape == (rows, math.ceil(columns / 32)):
         return Stored(Format.MXFP8, weight.dtype, (1, 32))
     # A matrix smaller than one block has a single 2-D scale too; only DeepSeek's name tells it from a scalar.
-    if math.prod(shape) == 1 and scale.dtype in FLOAT and not (inverse and len(shape) == 2) and len(shape) < 4:
+    single_block = scale.dtype in EXPONENT or len(shape) == 4 or (inverse and len(shape) == 2)
+    if math.prod(shape) == 1 and not single_block:
         return Stored(Format.FP8_TENSOR, weight.dtype)
     if shape in ((rows,), (rows, 1)) and scale.dtype in FLOAT:
         return Stored(Format.FP8_CHANNEL, weight.dtype)
