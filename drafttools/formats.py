@@ -316,7 +316,8 @@ def _one_line(error: Exception) -> str:
 
 _ROLES = frozenset({
     "weight", "bias", "scale", "scales", "qweight", "qzeros", "g_idx", "blocks", "weight_packed",
-    "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_shape", "weight_zero_point",
+    "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_shape",
+    "weight_zero_point",
     "weight_g_idx", "input_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "q_scale",
     "kv_scale",
 })  # fmt: skip
