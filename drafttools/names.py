@@ -1,7 +1,7 @@
 """Runtime module prefixes and checkpoint module names, resolved to each other.
 
-vLLM builds the draft layers of a checkpoint at runtime index `num_hidden_layers + i`, or under `mtp.layers.i`,
-while checkpoints call the same layer `mtp.i`, `model.layers.{num_hidden_layers + i}`, ... (vLLM 0.33.0:
+vLLM builds the draft layers of a checkpoint at index `num_hidden_layers + i`, or under `mtp.layers.i`, while
+checkpoints call the same layer `mtp.i`, `model.layers.{num_hidden_layers + i}`, ... (vLLM 0.33.0:
 models/deepseek_v4/nvidia/mtp.py, models/qwen4_exp/nvidia/mtp.py, model_executor/models/qwen3_5_mtp.py,
 model_executor/models/deepseek_mtp.py). A `Place` is the one name both sides map to.
 """
@@ -54,7 +54,7 @@ _EXPERTS = re.compile(r"(?P<stem>(?:.*\.)?experts)\.(?:routed_experts\.)?(?P<res
 
 @dataclass(frozen=True)
 class Place:
-    """A module, whatever it is called: draft or not, runtime layer index (None outside layers), rest of the name."""
+    """A module, whatever it is called: draft or not, runtime layer index (None outside layers), the rest."""
 
     draft: bool
     index: int | None
@@ -73,7 +73,7 @@ class Place:
 class Layout:
     """Where draft layers lie: `hidden` target layers, `drafts` draft layers after them.
 
-    `separate` means that the checkpoint holds nothing but the draft; its own layers are numbered from `first`.
+    `separate` means that the checkpoint holds only the draft; its own layers are numbered from `first`.
     """
 
     hidden: int
@@ -160,7 +160,7 @@ def _stored_drafts(modules: Iterable[str], hidden: int) -> int:
 
 @dataclass(frozen=True)
 class Found:
-    """What a runtime prefix is made of in the checkpoint: its place, the modules, and those that should be there."""
+    """What a runtime prefix is made of: its place, its checkpoint modules, and those that should be there."""
 
     place: Place
     modules: tuple[str, ...] = ()
@@ -184,7 +184,7 @@ class Resolver:
                 self._experts.setdefault((place.draft, place.index, expert["stem"]), []).append(module)
 
     def find(self, prefix: str, fused: Mapping[str, Iterable[str]] | None = None) -> Found:
-        """Resolve a runtime prefix; `fused` is a quantization config's packed_modules_mapping, asked first."""
+        """Resolve a runtime prefix; `fused` is a config's packed_modules_mapping, asked before our own."""
         place = self.layout.place(prefix)
         if place.problem:
             return Found(place)
@@ -229,30 +229,26 @@ class Resolver:
         return sorted({index for draft, index, _ in self._by_place if draft and index is not None})
 
     def draft_prefixes(self) -> list[str]:
-        """A runtime prefix for each draft module: shards as one fused module, a layer's routed experts as one."""
+        """A runtime prefix for each draft module: shards as one fused module, routed experts as one."""
         found: dict[str, None] = {}
         for draft, index, tail in self._by_place:
-            if draft:
-                expert = _EXPERTS.fullmatch(tail)
-                runtime_tail = expert["stem"] if expert else _fused_name(tail, self._tails(index))
-                found[Place(True, index, runtime_tail).name if index is not None else self._outside(tail)] = (
-                    None
-                )
+            if not draft:
+                continue
+            expert = _EXPERTS.fullmatch(tail)
+            runtime_tail = expert["stem"] if expert else self._fused_name(index, tail)
+            if index is None and self.layout.separate:
+                found[runtime_tail] = None
+            else:
+                found[Place(True, index, runtime_tail).name] = None
         return list(found)
 
-    def _outside(self, tail: str) -> str:
-        return tail if self.layout.separate else f"mtp.{tail}"
-
-    def _tails(self, index: int | None) -> set[str]:
-        return {tail for draft, i, tail in self._by_place if draft and i == index}
-
-
-def _fused_name(tail: str, present: set[str]) -> str:
-    """The fused module a shard goes into at runtime, when its first companion is there as well."""
-    stem, _, last = tail.rpartition(".")
-    stem = f"{stem}." if stem else ""
-    for name, alternatives in FUSED.items():
-        for shards in alternatives:
-            if len(shards) > 1 and last in shards and all(stem + s in present for s in shards):
-                return stem + name
-    return tail
+    def _fused_name(self, index: int | None, tail: str) -> str:
+        """The fused module that a draft's shard goes into at runtime, when its companions are there as well."""
+        stem, _, last = tail.rpartition(".")
+        stem = f"{stem}." if stem else ""
+        for name, alternatives in FUSED.items():
+            for shards in alternatives:
+                together = len(shards) > 1 and last in shards
+                if together and all((True, index, stem + shard) in self._by_place for shard in shards):
+                    return stem + name
+        return tail
