@@ -22,24 +22,17 @@ def fp8_experts_reference(
 ) -> torch.Tensor:
     """The operator's arguments (see `drafttools.experts.op.fp8_experts`) on any device; returns [M, H] FP64.
 
-    Goes token by token in the order of the formula and shares only the dequantization with the operator,
-    which the storage tests hold against slices of the whole weight.
+    Works through the formula one expert at a time and shares only the dequantization with the operator, which
+    the tests hold against slices of the whole weight.
     """
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    ids = topk_ids.tolist()
-    experts = {e for row in ids for e in row if 0 <= e < w13.shape[0]}
-    dense = {
-        e: (
-            dequantize_w13(w13[e], w13_scale[e], block_n, block_k, w13_offset, torch.float64),
-            dequantize_w2(w2[e], w2_scale[e], block_n, block_k, w2_offset, torch.float64),
-        )
-        for e in sorted(experts)
-    }
-    for m, row in enumerate(ids):
-        for j, e in enumerate(row):
-            if e in dense:
-                w13_e, w2_e = dense[e]
-                gate, up = (w13_e @ x[m].double()).chunk(2)
-                hidden = gate * torch.sigmoid(gate) * up
-                out[m] += topk_weights[m, j].double() * (w2_e @ hidden)
+    for expert in range(w13.shape[0]):
+        token, choice = torch.nonzero(topk_ids == expert, as_tuple=True)
+        if not len(token):
+            continue
+        gate_up = dequantize_w13(w13[expert], w13_scale[expert], block_n, block_k, w13_offset, torch.float64)
+        down = dequantize_w2(w2[expert], w2_scale[expert], block_n, block_k, w2_offset, torch.float64)
+        gate, up = (x[token].double() @ gate_up.T).chunk(2, dim=-1)
+        hidden = gate * torch.sigmoid(gate) * up
+        out.index_add_(0, token, topk_weights[token, choice].double()[:, None] * (hidden @ down.T))
     return out

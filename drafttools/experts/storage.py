@@ -64,8 +64,9 @@ def slice_block_fp8(
 ) -> ExpertSlice:
     """Cut one tensor-parallel rank's part out of a block-quantized weight, without padding or requantizing.
 
-    The rank's N / tp_size rows (or columns) need not begin at a block: the slice brings every block it touches
-    and says where in the first one it begins, so `dequantize` of the slice equals the slice of `dequantize`.
+    The rank's N / tp_size rows (or columns) need not begin at a block: the slice brings every block it
+    touches and says where in the first one it begins, so dequantizing it gives what slicing the dequantized whole
+    would, bit for bit.
 
     Args:
         weight: [..., N, K] E4M3.
