@@ -42,9 +42,7 @@ def read_config_line(line: bytes) -> dict[str, Any]:
             found[key] = match[1].decode("utf-8", "replace")
     if match := _SAMPLING.search(line):
         fields = _SAMPLING_FIELD.findall(match[1])
-        found["sampling"] = ", ".join(
-            f"{name.decode()}={value.decode('utf-8', 'replace')}" for name, value in fields
-        )
+        found["sampling"] = ", ".join(f"{name.decode()}={value.decode('utf-8', 'replace')}" for name, value in fields)
     return found
 
 

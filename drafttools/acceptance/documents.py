@@ -1,6 +1,6 @@
 """JSON documents: `vllm bench serve` results and responses that carry per-request acceptance.
 
-- `vllm bench serve --save-result` (vLLM 0.33.0, benchmarks/serve.py): keys `spec_decode_*`; the acceptance rate is in percent.
+- `vllm bench serve --save-result` (vLLM 0.33.0, benchmarks/serve.py): keys `spec_decode_*`.
 - `metrics.speculative_decoding` of a response (0.33.0, entrypoints/generate/base/protocol.py): an acceptance histogram.
 """
 
@@ -80,9 +80,7 @@ def _bench(found: dict[str, Any], where: str) -> Sample:
     drafts, accepted = int(found["spec_decode_num_drafts"]), int(found["spec_decode_accepted_tokens"])
     rates = [float(rate) for rate in found.get("spec_decode_per_position_acceptance_rates") or []]
     positions = position_counts(drafts, rates) if rates else None
-    return Sample(
-        where, accepted, int(found["spec_decode_draft_tokens"]), drafts, len(rates) or None, positions
-    )
+    return Sample(where, accepted, int(found["spec_decode_draft_tokens"]), drafts, len(rates) or None, positions)
 
 
 def _request(found: dict[str, Any], where: str) -> Sample:

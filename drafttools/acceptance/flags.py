@@ -1,4 +1,4 @@
-"""What a reader of an acceptance length must know before using it, found from the pooled counts and the configuration."""
+"""What a reader of an acceptance length must know before using it, from the pooled counts and the configuration."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ FLAGS = {
     "engine_missing": "an engine of the first scrape is absent from the second and was left out",
     "drafts_estimated": "the number of drafts follows from rounded figures, because steps drafted fewer than k tokens",
     "drafts_unknown": "some lines do not tell their number of drafts and are in the rate but not in the length",
+    "config_varies": "the log holds several server starts with different settings",
     "truncated": "the compressed file ends early; what could be read was read",
 }
 

@@ -2,8 +2,8 @@
 
 The difference is pooled AL minus pooled AL. Its interval is a two-stage bootstrap: sweeps are drawn with replacement,
 then blocks of consecutive intervals within each drawn sweep. Where a sweep has too few blocks to show its own spread,
-the sampling noise of the drafts is added to what the bootstrap sees. Two one-sided tests (Schuirmann 1987) call arms equivalent when the 90 % interval lies within the margin.
-`calibrate` measures what these rules get wrong.
+the sampling noise of the drafts is added to what the bootstrap sees. Two one-sided tests (Schuirmann 1987) call arms
+equivalent when the 90 % interval lies within the margin. `calibrate` measures what these rules get wrong.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ def compare(
         "delta_over_sd": None,
         "interval": None,
         "equivalence_interval": None,
+        "explanation": None,
         "margin_pct": 100 * margin,
         "excluded": sum(len(run.excluded) for arm in (baseline, candidate) for run in arm.runs),
         "baseline": baseline.summary(),
@@ -187,9 +188,7 @@ def _resample(sweeps: list[list[tuple[int, int]]], rng: random.Random) -> float:
     return accepted / drafts
 
 
-def _verdict(
-    baseline: Arm, candidate: Arm, result: dict[str, Any], margin: float
-) -> tuple[str, list[str]]:
+def _verdict(baseline: Arm, candidate: Arm, result: dict[str, Any], margin: float) -> tuple[str, list[str]]:
     arms = {"baseline": baseline, "candidate": candidate}
     for verdict, flags in (("not_evidence", {"synthetic", "synthetic_suspected"}), ("dead_draft", {"dead_draft"})):
         if reasons := [f"{name}: {flag}" for name, arm in arms.items() for flag in arm.flags() if flag in flags]:

@@ -154,9 +154,7 @@ class _LogReader:
         positions = position_counts(count.drafts, rates) if rates and count.drafts else None
         return Sample(where, accepted, drafted, count.drafts, count.k, positions, count.exact)
 
-    def _since_last(
-        self, prefix: bytes, emitted: int, drafted: int, k: int | None, where: str
-    ) -> Sample | None:
+    def _since_last(self, prefix: bytes, emitted: int, drafted: int, k: int | None, where: str) -> Sample | None:
         """The interval between this cumulative line and the last one of the same process."""
         if not k or drafted % k or emitted < drafted // k:
             return None

@@ -30,9 +30,10 @@ class Counters:
     accepted: int = 0
     positions: dict[int, int] = field(default_factory=dict)
 
-    def values(self) -> dict[object, int]:
+    def values(self) -> dict[str, int]:
         """All counters by name, so that two scrapes can be held against each other."""
-        named: dict[object, int] = {"drafts": self.drafts, "accepted": self.accepted, **self.positions}
+        named = {"drafts": self.drafts, "accepted": self.accepted}
+        named |= {f"position {position}": count for position, count in self.positions.items()}
         return named if self.drafted is None else {**named, "drafted": self.drafted}
 
 
@@ -53,9 +54,7 @@ def parse_scrape(lines: Iterable[str]) -> Scrape:
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError:
-        raise DraftToolsError(
-            "reading metrics needs prometheus_client: pip install 'drafttools[metrics]'"
-        ) from None
+        raise DraftToolsError("reading metrics needs prometheus_client: pip install 'drafttools[metrics]'") from None
     scrape = Scrape()
     for line in lines:
         if not line.lstrip().startswith(PREFIX):
@@ -146,9 +145,7 @@ def fetch(url: str) -> Scrape:
             kind = response.headers.get_content_type()
             body = response.read(MAX_SCRAPE_BYTES)
     except (urllib.error.URLError, OSError, ValueError) as error:
-        raise DraftToolsError(
-            f"{url}: no metrics ({error}); is the server up and the address its own?"
-        ) from None
+        raise DraftToolsError(f"{url}: no metrics ({error}); is the server up and the address its own?") from None
     text = body.decode("utf-8", "replace")
     if kind == "text/html" or text.lstrip()[:1] == "<":
         raise DraftToolsError(f"{url}: answers HTML, not Prometheus text; give the server's /metrics address")

@@ -23,7 +23,8 @@ BUFFER_BYTES = 1 << 20
 GZIP_MAGIC = b"\x1f\x8b"
 
 _METRIC_LINE = re.compile(
-    rb"# (?:HELP|TYPE) |[A-Za-z_:][\w:]*(?:\{.*\})?[ \t]+[-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|NaN|Inf)(?: -?\d+)?\s*(?:\n|\Z)"
+    rb"# (?:HELP|TYPE) |[A-Za-z_:][\w:]*(?:\{.*\})?[ \t]+[-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|NaN|Inf)"
+    rb"(?: -?\d+)?\s*(?:\n|\Z)"
 )
 _JSON_START = re.compile(rb"\s*(?:data: )?(?:\{|\[\s*\{)")
 _HTML_START = re.compile(rb"\s*<(?:!doctype|html|head|body)\b", re.IGNORECASE)
@@ -103,11 +104,9 @@ class _Source:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self.file: BinaryIO = Path(path).open("rb")
+            self.file: BinaryIO = Path(path).open("rb")  # noqa: SIM115, closed by __exit__
         except OSError as error:
-            raise DraftToolsError(
-                f"{path}: {error.strerror or error}; give a readable log, scrape or result"
-            ) from None
+            raise DraftToolsError(f"{path}: {error.strerror or error}; give a readable log, scrape or result") from None
         self.size = Path(path).stat().st_size
         self.raw = _Forgiving(self.file)
         self.reader = io.BufferedReader(self.raw, BUFFER_BYTES)
@@ -129,9 +128,7 @@ class _Source:
         """`log`, `metrics` or `document`."""
         head = self.head()
         if _HTML_START.match(head):
-            raise DraftToolsError(
-                f"{self.path}: HTML, not a log, metrics or JSON; save the server's own answer"
-            )
+            raise DraftToolsError(f"{self.path}: HTML, not a log, metrics or JSON; save the server's own answer")
         if _METRIC_LINE.match(head.lstrip()):
             return "metrics"
         return "document" if _JSON_START.match(head) and _is_document(head) else "log"
