@@ -1,0 +1,81 @@
+"""Activation: wait for vLLM with a standard-library finder, and only then bring in the patches.
+
+`import drafttools` runs in every Python process of a container, so this module imports nothing heavy and cannot
+raise in a process that never imports vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from drafttools import settings
+
+
+class _VllmFinder:
+    """Finds nothing itself; the first look-up of `vllm` installs the patches, later ones retry pending patches."""
+
+    def __init__(self) -> None:
+        self._busy = False
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if not fullname.startswith("vllm") or self._busy:
+            return
+        if fullname == "vllm" or fullname.startswith("vllm."):
+            self._busy = True
+            try:
+                from drafttools import engine
+
+                engine.vllm_is_being_imported()
+            finally:
+                self._busy = False
+
+
+_finder = _VllmFinder()
+_hook = ""
+
+
+def activate(way_in: str = "import", hook: str = "") -> None:
+    """Set the import hook, and the environment that child processes need. Idempotent.
+
+    `way_in` is recorded when nothing is yet; `hook` names the mechanism that reached this process.
+
+    Nothing happens under DRAFTTOOLS=off. A bad DRAFTTOOLS value is raised as DraftToolsError when vLLM is imported,
+    never before: a process that is not vLLM must not notice.
+    """
+    if os.environ.get(settings.MODE, "").strip().lower() == "off":
+        return
+    settings.prepare_children(os.environ, mode="enforce", way_in=way_in)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)  # type: ignore[arg-type]
+    global _hook
+    _hook = _hook or hook or _hook_from_environment()
+    if "vllm" in sys.modules:
+        from drafttools import engine
+
+        engine.vllm_is_being_imported()
+
+
+def reached_by() -> str:
+    """The mechanism that activated drafttools in this process: `import`, `sitecustomize` or `plugin`."""
+    return _hook
+
+
+def _hook_from_environment() -> str:
+    """sitecustomize leaves its mark together with the pid, so that a child does not inherit it."""
+    return "sitecustomize" if os.environ.get("DRAFTTOOLS_HOOK") == f"sitecustomize:{os.getpid()}" else "import"
+
+
+def deactivate() -> list[str]:
+    """Remove the import hook and undo every patch in this process; returns what could not be undone, and why.
+
+    The environment is left as it is: processes started before still need it.
+    """
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)  # type: ignore[arg-type]
+    if "drafttools.engine" not in sys.modules:
+        return []
+    from drafttools import engine
+
+    return engine.uninstall()

@@ -1,0 +1,50 @@
+"""Start a command with the environment that activates drafttools in it and in every Python process it starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from drafttools import settings
+from drafttools.errors import DraftToolsError
+
+
+def environment(mode: str, report: Path | None, base: dict[str, str]) -> dict[str, str]:
+    """`base` plus what `drafttools run` sets. Raises DraftToolsError for a report directory that cannot be written."""
+    environ = {k: v for k, v in base.items() if k not in (settings.MODE, settings.WAY_IN, settings.RUN_ID)}
+    settings.mode({settings.MODE: mode})
+    settings.prepare_children(environ, mode=mode, way_in="run")
+    if report is not None:
+        environ[settings.REPORT_DIR] = str(_writable(report))
+    return environ
+
+
+def warnings(command: list[str], environ: dict[str, str]) -> list[str]:
+    """What would keep drafttools out of the command or of its children, one sentence each."""
+    found = []
+    flags = [word for word in command[1:] if word.startswith("-") and not word.startswith("--")]
+    if "python" in os.path.basename(command[0]) and any(set(flag) & set("ISE") for flag in flags[:3]):
+        found.append("python -I, -S and -E skip sitecustomize; only the vLLM plugin can activate drafttools then")
+    plugins = environ.get("VLLM_PLUGINS")
+    if plugins is not None and "drafttools" not in plugins.split(","):
+        found.append(f"VLLM_PLUGINS={plugins!r} leaves the drafttools plugin out; only sitecustomize activates it")
+    return found
+
+
+def run(command: list[str], mode: str, report: Path | None) -> None:
+    """Replace this process by `command`. Raises DraftToolsError when it cannot be started."""
+    if shutil.which(command[0]) is None:
+        raise DraftToolsError(f"{command[0]}: command not found; give the command after --")
+    os.execvpe(command[0], command, environment(mode, report, dict(os.environ)))
+
+
+def _writable(directory: Path) -> Path:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".drafttools-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise DraftToolsError(f"cannot write to the report directory {directory}: {error}; choose another") from None
+    return directory.resolve()

@@ -1,0 +1,67 @@
+"""The draft scope: which code runs on behalf of a draft model.
+
+The flag is a context variable, so threads and tasks that serve the target never inherit it by accident.
+It may be read in construction code, inside opaque custom ops and outside compiled code only: Dynamo cannot
+trace a context variable. Standard library only, since this is imported by every Python process.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar, Token
+from typing import Any
+
+_in_draft: ContextVar[bool] = ContextVar("drafttools_in_draft", default=False)
+
+# vLLM's own `vllm.config.draft_model_scope` and `in_draft_model`, where the installed vLLM has them.
+_upstream: tuple[Any, Any] | None = None
+
+
+def in_draft_model() -> bool:
+    """Whether the calling code runs for a draft model."""
+    if _upstream is not None:
+        return bool(_upstream[1]())
+    return _in_draft.get()
+
+
+class draft_model_scope:
+    """Context manager, re-entrant: inside it `in_draft_model()` is True, afterwards what it was before."""
+
+    __slots__ = ("_token", "_upstream_scope")
+
+    def __enter__(self) -> None:
+        self._token: Token[bool] = _in_draft.set(True)
+        self._upstream_scope = _upstream[0]() if _upstream is not None else None
+        if self._upstream_scope is not None:
+            self._upstream_scope.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._upstream_scope is not None:
+            self._upstream_scope.__exit__(*exc)
+        _in_draft.reset(self._token)
+
+
+def delegate_to(upstream_scope: Any, upstream_in_draft: Any) -> None:
+    """Use vLLM's own scope functions from now on; ours stay thin wrappers around them."""
+    global _upstream
+    _upstream = (upstream_scope, upstream_in_draft)
+
+
+def stop_delegating() -> None:
+    """Undo `delegate_to`."""
+    global _upstream
+    _upstream = None
+
+
+def is_draft_config(vllm_config: Any, model_config: Any | None) -> bool:
+    """Whether `model_config` (or the one in `vllm_config` when None) is the speculative draft's.
+
+    By identity, as vLLM 0.33.0 keeps the object through `replace()`, pickling and `deepcopy` of the whole
+    configuration. The ngram, ngram_gpu and custom_class methods alias draft and target
+    (vllm/config/speculative.py, 0.33.0), so an aliased target is never a draft.
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None:
+        return False
+    config = model_config if model_config is not None else getattr(vllm_config, "model_config", None)
+    return config is draft and config is not getattr(speculative, "target_model_config", None)
