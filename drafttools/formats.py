@@ -84,9 +84,7 @@ class Stored(NamedTuple):
     note: str = ""
 
 
-Parts = Mapping[
-    str, Tensor
-]  # a module's tensors by the name of their role: weight, weight_scale, qzeros, ...
+Parts = Mapping[str, Tensor]  # a module's tensors by the name of their role: weight, weight_scale, qzeros, ...
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -104,9 +102,7 @@ def _parse_json(path: str | Path, raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise HeaderError(f"{path}: not valid JSON ({error}); download the file again") from None
     if not isinstance(value, dict):
-        raise HeaderError(
-            f"{path}: expected a JSON object, found {type(value).__name__}; download the file again"
-        )
+        raise HeaderError(f"{path}: expected a JSON object, found {type(value).__name__}; download the file again")
     return value
 
 
@@ -114,9 +110,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return _parse_json(path, path.read_bytes())
     except OSError as error:
-        raise HeaderError(
-            f"{path}: cannot be read ({error.strerror}); check the path and its permissions"
-        ) from None
+        raise HeaderError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
 
 
 def _check_entry(entry: Any) -> tuple[int, int]:
@@ -144,21 +138,15 @@ def read_header(path: str | Path) -> dict[str, Tensor]:
         with open(path, "rb") as file:
             prefix = file.read(8)
             if len(prefix) < 8:
-                raise HeaderError(
-                    f"{path}: {size} bytes is too short for a safetensors file; download it again"
-                )
+                raise HeaderError(f"{path}: {size} bytes is too short for a safetensors file; download it again")
             (length,) = struct.unpack("<Q", prefix)
             if length > MAX_HEADER_BYTES:
                 raise HeaderError(f"{path}: header of {length} bytes is over the format's {MAX_HEADER_BYTES}")
             if length > size - 8:
-                raise HeaderError(
-                    f"{path}: header says {length} bytes, the file has {size - 8}; download it again"
-                )
+                raise HeaderError(f"{path}: header says {length} bytes, the file has {size - 8}; download it again")
             raw = file.read(length)
     except OSError as error:
-        raise HeaderError(
-            f"{path}: cannot be read ({error.strerror}); check the path and its permissions"
-        ) from None
+        raise HeaderError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
     tensors: dict[str, Tensor] = {}
     ranges: list[tuple[int, int, str]] = []
     for name, entry in _parse_json(path, raw).items():
@@ -177,14 +165,10 @@ def _check_tiling(path: str, ranges: list[tuple[int, int, str]], data_bytes: int
     at = 0
     for start, end, name in sorted(ranges):
         if start != at:
-            raise HeaderError(
-                f"{path}: tensor {name[:120]!r} starts at byte {start}, expected {at}; download it again"
-            )
+            raise HeaderError(f"{path}: tensor {name[:120]!r} starts at byte {start}, expected {at}; download it again")
         at = end
     if at != data_bytes:
-        raise HeaderError(
-            f"{path}: tensors need {at} bytes of data, the file has {data_bytes}; download it again"
-        )
+        raise HeaderError(f"{path}: tensors need {at} bytes of data, the file has {data_bytes}; download it again")
 
 
 @dataclass(frozen=True)
@@ -203,6 +187,14 @@ class Checkpoint:
             module, role = split_name(name)
             modules.setdefault(module, {})[role] = tensor
         return modules
+
+    @cached_property
+    def tensor_names(self) -> dict[str, list[str]]:
+        """Module name -> full names of its tensors."""
+        names: dict[str, list[str]] = {}
+        for name in self.tensors:
+            names.setdefault(split_name(name)[0], []).append(name)
+        return names
 
 
 def read_config(source: str | Path, revision: str | None = None) -> dict[str, Any]:
@@ -228,17 +220,13 @@ def read_checkpoint(
     for done, name in enumerate(files):
         for tensor, entry in read_header(local / name).items():
             if tensor in tensors:
-                raise HeaderError(
-                    f"{local / name}: tensor {tensor!r} is also in {tensors[tensor].file}; remove one"
-                )
+                raise HeaderError(f"{local / name}: tensor {tensor!r} is also in {tensors[tensor].file}; remove one")
             tensors[tensor] = entry
         if progress:
             progress(done + 1, len(files))
     for tensor, name in (weight_map or {}).items():
         if tensor not in tensors or tensors[tensor].file != str(local / name):
-            raise HeaderError(
-                f"{local / INDEX_NAME}: {tensor!r} is not in {name}; download the checkpoint again"
-            )
+            raise HeaderError(f"{local / INDEX_NAME}: {tensor!r} is not in {name}; download the checkpoint again")
     return Checkpoint(str(source), read_config(local), tensors)
 
 
@@ -266,9 +254,7 @@ def _weight_map(index: Path) -> dict[str, str] | None:
         raise HeaderError(f"{index}: no weight_map of tensor to file; download the file again")
     for name in set(weight_map.values()):
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise HeaderError(
-                f"{index}: shard {name!r} lies outside the checkpoint; do not use this checkpoint"
-            )
+            raise HeaderError(f"{index}: shard {name!r} lies outside the checkpoint; do not use this checkpoint")
         if not (index.parent / name).is_file():
             raise HeaderError(f"{index}: shard {name} is missing; download it")
     return weight_map
@@ -300,9 +286,7 @@ def _hub_tensors(repo_id: str, revision: str | None) -> dict[str, Tensor]:
     try:
         metadata = HfApi().get_safetensors_metadata(repo_id, revision=revision)
     except Exception as error:
-        raise NoHeadersError(
-            f"{repo_id}: safetensors headers are out of reach ({_one_line(error)})"
-        ) from None
+        raise NoHeadersError(f"{repo_id}: safetensors headers are out of reach ({_one_line(error)})") from None
     return {
         name: Tensor(str(info.dtype), tuple(info.shape), file)
         for file, header in metadata.files_metadata.items()

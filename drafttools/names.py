@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from drafttools.formats import Checkpoint
@@ -44,9 +45,7 @@ _LAYER = re.compile(
     r"(?:(?:draft_model|model|language_model)\.)*"
     r"(?P<kind>mtp\.layers|mtp_layers|mtp|layers)\.(?P<index>\d+)(?:\.(?P<tail>.+))?"
 )
-_MIDLAYER = re.compile(
-    r"(?:(?:draft_model|model)\.)*midlayer\.(?P<tail>.+)"
-)  # EAGLE-3's name for its one layer
+_MIDLAYER = re.compile(r"(?:(?:draft_model|model)\.)*midlayer\.(?P<tail>.+)")  # EAGLE-3's name for its one layer
 _ROOT = re.compile(r"(?:(?:draft_model|model|language_model)\.)+")
 _WRAPPER = re.compile(r"(?:mtp_block|transformer_layer)\.")  # the decoder layer inside an MTP layer
 _EXPERTS = re.compile(r"(?P<stem>(?:.*\.)?experts)\.(?:routed_experts\.)?(?P<rest>.+)")
@@ -112,9 +111,7 @@ class Layout:
     def _draft(self, number: int, tail: str, shown: int = 0) -> Place:
         if 0 <= number < self.drafts:
             return Place(True, self.hidden + number, tail)
-        return Place(
-            True, None, f"{shown}.{tail}", f"layer {shown} is outside the {self.drafts} draft layers declared"
-        )
+        return Place(True, None, f"{shown}.{tail}", f"layer {shown} is outside the {self.drafts} draft layers declared")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -142,9 +139,7 @@ def layout_of(checkpoint: Checkpoint, target_config: Mapping[str, Any] | None = 
         numbers = [int(m["index"]) for name in checkpoint.modules if (m := _LAYER.fullmatch(name))]
         # A draft split off an MTP checkpoint keeps the numbers it had there.
         first = hidden if numbers and hidden and min(numbers) >= hidden else 0
-        return Layout(
-            hidden, max([1, own_layers, *(n - first + 1 for n in numbers)]), separate=True, first=first
-        )
+        return Layout(hidden, max([1, own_layers, *(n - first + 1 for n in numbers)]), separate=True, first=first)
     declared = max(_integers(checkpoint.config, DRAFT_COUNTS), default=0)
     return Layout(own_layers, declared or _stored_drafts(checkpoint.modules, own_layers))
 
@@ -198,9 +193,10 @@ class Resolver:
         alternatives = [tuple(fused[last])] if fused and last in fused else []
         for shards in [*alternatives, *FUSED.get(last, ())]:
             names = {shard: self._by_place.get((place.draft, place.index, stem + shard)) for shard in shards}
-            present = tuple(name for name in names.values() if name)
-            if present:
-                return Found(place, present, tuple(stem + s for s, name in names.items() if name is None))
+            present = {shard: name for shard, name in names.items() if name}
+            for shard, name in present.items():
+                parent = name.removesuffix(shard)
+                return Found(place, tuple(present.values()), tuple(parent + s for s in shards if s not in present))
         return Found(place)
 
     def _missing_experts(self, modules: list[str]) -> list[str]:
@@ -235,20 +231,34 @@ class Resolver:
             if not draft:
                 continue
             expert = _EXPERTS.fullmatch(tail)
-            runtime_tail = expert["stem"] if expert else self._fused_name(index, tail)
+            runtime_tail = expert["stem"] if expert else self._fused_name(tail)
             if index is None and self.layout.separate:
                 found[runtime_tail] = None
             else:
                 found[Place(True, index, runtime_tail).name] = None
         return list(found)
 
-    def _fused_name(self, index: int | None, tail: str) -> str:
-        """The fused module that a draft's shard goes into at runtime, when its companions are there as well."""
+    def _fused_name(self, tail: str) -> str:
+        """The module that a draft shard is fused into at runtime."""
         stem, _, last = tail.rpartition(".")
         stem = f"{stem}." if stem else ""
         for name, alternatives in FUSED.items():
             for shards in alternatives:
-                together = len(shards) > 1 and last in shards
-                if together and all((True, index, stem + shard) in self._by_place for shard in shards):
+                if len(shards) > 1 and last in shards and (stem, shards) in self._complete:
                     return stem + name
         return tail
+
+    @cached_property
+    def _complete(self) -> set[tuple[str, tuple[str, ...]]]:
+        """Shards (with the stem before them) that stand side by side in some layer: they are fused in every layer."""
+        by_layer: dict[tuple[bool, int | None, str], set[str]] = {}
+        for draft, index, tail in self._by_place:
+            stem, _, last = tail.rpartition(".")
+            by_layer.setdefault((draft, index, f"{stem}." if stem else ""), set()).add(last)
+        return {
+            (stem, shards)
+            for (_, _, stem), present in by_layer.items()
+            for alternatives in FUSED.values()
+            for shards in alternatives
+            if present.issuperset(shards)
+        }
