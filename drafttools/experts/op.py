@@ -162,9 +162,7 @@ def _cpu(
     w13_offset: int,
     w2_offset: int,
 ) -> torch.Tensor:
-    check_arguments(
-        x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, block_n, block_k, w13_offset, w2_offset
-    )
+    check_arguments(x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, block_n, block_k, w13_offset, w2_offset)
     top_k = topk_ids.shape[1]
     weights = topk_weights.reshape(-1, 1).float()
     out = torch.zeros(x.shape, dtype=torch.float32)

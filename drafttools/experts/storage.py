@@ -65,8 +65,8 @@ def slice_block_fp8(
     """Cut one tensor-parallel rank's part out of a block-quantized weight, without padding or requantizing.
 
     The rank's N / tp_size rows (or columns) need not begin at a block: the slice brings every block it
-    touches and says where in the first one it begins, so dequantizing it gives what slicing the dequantized whole
-    would, bit for bit.
+    touches and says where in the first one it begins, so dequantizing it gives what slicing the dequantized
+    whole would, bit for bit.
 
     Args:
         weight: [..., N, K] E4M3.
@@ -88,9 +88,7 @@ def slice_block_fp8(
     scale = checked_scale(scale)
     blocks = [*weight.shape[:-2], *(-(-size // block) for size in weight.shape[-2:])]
     if list(scale.shape) != blocks:
-        raise ExpertWeightError(
-            f"scale has shape {list(scale.shape)}, expected {blocks} for {_describe(weight)}"
-        )
+        raise ExpertWeightError(f"scale has shape {list(scale.shape)}, expected {blocks} for {_describe(weight)}")
     width = weight.shape[axis]
     if not 0 <= tp_rank < tp_size or width % tp_size:
         raise ExpertWeightError(f"cannot cut {width} into {tp_size} equal parts and take part {tp_rank}")

@@ -16,7 +16,7 @@ def _get_quant_method(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     prefix, _, moe_config = _arguments(*args, **kwargs)
     from drafttools.experts.selection import choose
 
-    return choose(instance, prefix, moe_config, lambda: wrapped(*args, **kwargs))
+    return choose(prefix, moe_config, lambda: wrapped(*args, **kwargs))
 
 
 def _arguments(prefix: str, quant_config: Any, moe_config: Any) -> tuple[str, Any, Any]:
