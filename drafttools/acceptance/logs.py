@@ -31,13 +31,17 @@ _ANSI = re.compile(rb"\x1b\[[0-9;]*m")
 _PID = re.compile(rb"pid=(\d+)")
 
 # Each number must be followed by what follows it in vLLM's format, so that a cut line is never read as a small number.
-_ACCEPTED = re.compile(rb"(?:Accepted: (\d{1,18}) tokens|Number of accepted tokens: (\d{1,18}),)")
-_DRAFTED = re.compile(rb"(?:Drafted: (\d{1,18}) tokens|Number of draft tokens(?: tokens)?: (\d{1,18})[,.])")
+_COUNTS = re.compile(rb"Accepted: (\d{1,18}) tokens, Drafted: (\d{1,18}) tokens")
+_OLD_COUNTS = re.compile(rb"accepted tokens: (\d{1,18}), Number of draft tokens(?: tokens)?: (\d{1,18})[,.]")
 _EMITTED = re.compile(rb"Number of emitted tokens(?: tokens)?: (\d{1,18})\.")
 _K = re.compile(rb"Number of speculative tokens: (\d{1,4}),")
 _LENGTH = re.compile(rb"Mean acceptance length: (\d{1,6}\.\d\d),")
 _POSITIONS = re.compile(rb"Per-position acceptance rate: (\d\.\d{3}(?:, \d\.\d{3})*)")
 _END = re.compile(rb"Avg Draft acceptance rate: [\d.na]+%", re.IGNORECASE)
+
+# Requests mostly repeat the same sampling parameters; these many beginnings of them are remembered.
+MAX_SEEN = 1024
+SEEN_BYTES = 240
 
 
 class _Counters(NamedTuple):
@@ -91,6 +95,7 @@ class _LogReader:
         self.rules = rules
         self.lines = 0
         self.cumulative: dict[bytes, _Counters] = {}
+        self.seen: set[bytes] = set()
 
     def scan(self, text: bytes) -> None:
         """Find records and configuration lines in a block of whole lines, in their order."""
@@ -109,52 +114,64 @@ class _LogReader:
         self.lines += text.count(b"\n", counted)
 
     def _read_config(self, text: bytes, place: int) -> None:
+        beginning = text[place : place + SEEN_BYTES]
+        if beginning in self.seen:
+            return
+        if len(self.seen) < MAX_SEEN:
+            self.seen.add(beginning)
         start, end = _line_around(text, place)
         if merge_config(self.run.config, read_config_line(text[start:end])):
             self.run.flags.add("config_varies")
 
     def _read_record(self, text: bytes, place: int, next_place: int) -> None:
-        start, end = _line_around(text, place)
-        label = text[max(0, place - 40) : place]
-        if not label.endswith((b"SpecDecoding metrics: ", b"Speculative metrics: ")):
+        if not text.endswith((b"SpecDecoding metrics: ", b"Speculative metrics: "), max(0, place - 40), place):
             return
         self.run.speculation = True
-        record = text[place : min(end, max(place, next_place))]
+        start, end = _line_around(text, place)
+        record = text[place : min(end, next_place)]
         if b"\x1b" in record:
             record = _ANSI.sub(b"", record)
-        sample = self._sample(record, text[start:place])
+        sample = self._sample_of_v0(record, text[start:place]) if b"Number of" in record else self._sample(record)
         if sample is None:
             self.run.skipped += 1
         else:
             self.run.take(sample, self.rules)
 
-    def _sample(self, record: bytes, prefix: bytes) -> Sample | None:
-        accepted_match, drafted_match = _ACCEPTED.search(record), _DRAFTED.search(record)
-        if not accepted_match or not drafted_match:
+    def _k(self) -> int | None:
+        """k for records that do not tell it."""
+        return self.rules.k or self.run.config.get("k")
+
+    def _sample(self, record: bytes) -> Sample | None:
+        counts = _COUNTS.search(record)
+        if not counts or (record.startswith(b"Mean acceptance length") and not _END.search(record)):
             return None
-        accepted = int(accepted_match[1] or accepted_match[2])
-        drafted = int(drafted_match[1] or drafted_match[2])
-        cut = record.startswith(b"Mean acceptance length") and not _END.search(record)
-        if cut or accepted > drafted:
-            return None
+        length, positions = _LENGTH.search(record), _POSITIONS.search(record)
+        rates = [float(rate) for rate in positions[1].split(b", ")] if positions else []
+        return self._interval(int(counts[1]), int(counts[2]), self._k(), float(length[1]) if length else None, rates)
+
+    def _interval(
+        self, accepted: int, drafted: int, k: int | None, length: float | None, rates: list[float]
+    ) -> Sample | None:
         where = f"line {self.lines + 1}"
-        k_match = _K.search(record)
-        k = int(k_match[1]) if k_match else self.rules.k or self.run.config.get("k")
-        emitted = _EMITTED.search(record)
-        if emitted and b"System efficiency: nan" not in record:
-            return self._since_last(prefix, int(emitted[1]), drafted, k, where)
+        if accepted > drafted or any(rate > 1 for rate in rates):
+            return None
         if not drafted:
             return Sample(where, 0, 0, 0)
-        length_match, positions_match = _LENGTH.search(record), _POSITIONS.search(record)
-        length = float(length_match[1]) if length_match else None
-        rates = [float(rate) for rate in positions_match[1].split(b", ")] if positions_match else []
-        if any(rate > 1 for rate in rates):
-            return None
         count = count_drafts(accepted, drafted, k, length, rates)
         positions = position_counts(count.drafts, rates) if rates and count.drafts else None
         return Sample(where, accepted, drafted, count.drafts, count.k, positions, count.exact)
 
-    def _since_last(self, prefix: bytes, emitted: int, drafted: int, k: int | None, where: str) -> Sample | None:
+    def _sample_of_v0(self, record: bytes, prefix: bytes) -> Sample | None:
+        counts, emitted, printed_k = _OLD_COUNTS.search(record), _EMITTED.search(record), _K.search(record)
+        if not counts:
+            return None
+        k = int(printed_k[1]) if printed_k else self._k()
+        # The first V1 releases kept V0's words but count per interval and print no efficiency.
+        if not emitted or b"System efficiency: nan" in record:
+            return self._interval(int(counts[1]), int(counts[2]), k, None, [])
+        return self._since_last(prefix, int(emitted[1]), int(counts[2]), k)
+
+    def _since_last(self, prefix: bytes, emitted: int, drafted: int, k: int | None) -> Sample | None:
         """The interval between this cumulative line and the last one of the same process."""
         if not k or drafted % k or emitted < drafted // k:
             return None
@@ -170,7 +187,7 @@ class _LogReader:
         accepted = now.emitted - before.emitted - drafts
         if accepted < 0:
             return None
-        return Sample(where, accepted, now.drafted - before.drafted, drafts, k)
+        return Sample(f"line {self.lines + 1}", accepted, now.drafted - before.drafted, drafts, k)
 
 
 def _line_around(text: bytes, place: int) -> tuple[int, int]:
