@@ -167,11 +167,11 @@ def note_shared_modules() -> None:
 
 
 def _public_methods(cls: type) -> dict[str, FunctionType]:
-    """The functions a runner may call, nearest definition first, up to and without nn.Module."""
+    """The functions a runner may call, nearest definition first; not those of nn.Module or of vLLM's compile wrapper."""
     methods: dict[str, FunctionType] = {}
     for base in cls.__mro__:
-        if base.__module__.startswith("torch."):
-            break
+        if base.__module__.startswith(("torch.", "vllm.compilation.")):
+            continue
         for name, value in vars(base).items():
             if isinstance(value, FunctionType) and not name.startswith("_") and name not in _NEVER_WRAPPED:
                 methods.setdefault(name, value)

@@ -20,7 +20,7 @@ PATCH = Patch(
     name="marlin_input",
     module="vllm.model_executor.layers.quantization.utils.marlin_utils",
     seams=(Seam("get_marlin_input_dtype", features=(SWITCH,)),),
-    what="`get_marlin_input_dtype` answers None for a draft layer, at construction and while its weights are processed.",
+    what="`get_marlin_input_dtype` answers None for a draft layer, at construction and at weight processing.",
     why=f"`{SWITCH}` quantizes the activations of every Marlin layer in the process to INT8 or FP8.",
     upstream="https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/model_executor/layers/quantization/utils/marlin_utils.py",
     retire="When vLLM has a per-model form of the switch.",
