@@ -207,6 +207,7 @@ class ItemChange(Change):
 class Transaction:
     """Collects the changes of one patch; all are kept or none is."""
 
+    tree: Tree | None = None
     changes: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -269,13 +270,16 @@ class Transaction:
                 self.wrap(cls, name, wrapper)
 
     def _note_foreign(self, owner: Any, name: str, original: Any) -> None:
-        """Say so when what we wrap is not vLLM's own function but somebody's wrapper around it."""
-        function = getattr(original, "__func__", original)
-        home = getattr(getattr(function, "__code__", None), "co_filename", "")
-        module = owner if isinstance(owner, ModuleType) else sys.modules.get(getattr(owner, "__module__", ""))
-        file = getattr(module, "__file__", None)
-        if hasattr(original, "__wrapped__") and home and file and home != file:
-            self.notes.append(f"{_label(owner)}.{name} was already wrapped by {home}")
+        """Say so when what we wrap carries more wrappers than vLLM's source puts on it."""
+        module = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
+        qualname = name if isinstance(owner, ModuleType) else f"{owner.__qualname__}.{name}"
+        function = self.tree.function(module, qualname) if self.tree is not None else None
+        expected = len(function.node.decorator_list) if function is not None else 0
+        wrappers = 0
+        while hasattr(original, "__wrapped__"):
+            original, wrappers = original.__wrapped__, wrappers + 1
+        if wrappers > expected:
+            self.notes.append(f"{_label(owner)}.{name} was already wrapped by other code")
 
     def roll_back(self) -> list[str]:
         """Undo every change, last first; returns what could not be undone and keeps those changes."""
@@ -321,10 +325,10 @@ class Applied:
             if self.state is State.NOT_NEEDED and self.patch.stand_down is not None:
                 self.patch.stand_down(module)
             return
-        self._apply(module, verdict)
+        self._apply(module, verdict, tree)
 
-    def _apply(self, module: ModuleType, verdict: Verdict) -> None:
-        self.transaction = Transaction()
+    def _apply(self, module: ModuleType, verdict: Verdict, tree: Tree) -> None:
+        self.transaction = Transaction(tree)
         try:
             self.patch.apply(self.transaction, module)
             if not self.in_place():
