@@ -163,14 +163,13 @@ class Change:
                 return False
         return True
 
-    def outdated(self) -> bool:
-        """Whether a reload has replaced the owner, or put the module's own function back."""
-        if isinstance(self.owner, ModuleType):
-            value = vars(self.owner).get(self.name, _ABSENT)
-            code = getattr(value, "__code__", None)
-            return code is not None and code.co_filename == self.owner.__file__
-        home = sys.modules.get(self.owner.__module__)
-        return getattr(home, self.owner.__name__, None) is not self.owner
+    def outdated(self, module: ModuleType) -> bool:
+        """Whether a reload of `module` has replaced the owner, or put the module's own function back."""
+        if self.owner is module:
+            code = getattr(vars(module).get(self.name, _ABSENT), "__code__", None)
+            return code is not None and code.co_filename == module.__file__
+        belongs = isinstance(self.owner, type) and self.owner.__module__ == module.__name__
+        return belongs and vars(module).get(self.owner.__qualname__, self.owner) is not self.owner
 
     def undo(self) -> str | None:
         """Restore the attribute; returns a sentence when somebody has wrapped or replaced it since."""
@@ -193,8 +192,8 @@ class ItemChange(Change):
     def reaches_ours(self) -> bool:
         return self.in_place()
 
-    def outdated(self) -> bool:
-        return False
+    def outdated(self, module: ModuleType) -> bool:
+        return not any(value is self.owner for value in vars(module).values())
 
     def undo(self) -> str | None:
         if not self.in_place():
@@ -315,7 +314,7 @@ class Applied:
             return
         if not finished and getattr(module.__spec__, "_initializing", False):
             return
-        if self.module is module and not any(c.outdated() for c in self.transaction.changes):
+        if self.module is module and not any(c.outdated(module) for c in self.transaction.changes):
             self._look_again()
             return
         self.module = module
@@ -328,7 +327,8 @@ class Applied:
         self._apply(module, verdict, tree)
 
     def _apply(self, module: ModuleType, verdict: Verdict, tree: Tree) -> None:
-        self.transaction = Transaction(tree)
+        # What stands in modules that were not reloaded is kept, so that it can still be undone.
+        self.transaction = Transaction(tree, [c for c in self.transaction.changes if not c.outdated(module)])
         try:
             self.patch.apply(self.transaction, module)
             if not self.in_place():
