@@ -16,7 +16,10 @@ from drafttools.errors import DraftToolsError
 
 MAX_DOCUMENT_BYTES = 512 << 20
 # Any of these in the first bytes of a JSON file makes it one of ours rather than a JSON log.
-MARKS = (b'"speculative_decoding"', b'"spec_decode_', b'"request_throughput"', b'"acceptance_histogram"')
+MARKS = tuple(
+    f'"{key}'.encode()
+    for key in ("speculative_decoding", "spec_decode_", "request_throughput", "acceptance_histogram", "choices")
+)
 
 
 def read_documents(stream: BinaryIO, run: Run, rules: Rules) -> None:

@@ -82,7 +82,8 @@ class _Forgiving(io.RawIOBase):
         self.file = file
         packed = file.read(2) == GZIP_MAGIC
         file.seek(0)
-        self.bytes = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
+        # read1 hands over what was unpacked before the damage; read would lose it.
+        self.read_some = gzip.GzipFile(fileobj=file).read1 if packed else file.read
         self.truncated = False
 
     def readable(self) -> bool:
@@ -90,7 +91,7 @@ class _Forgiving(io.RawIOBase):
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         try:
-            data = self.bytes.read(len(buffer))
+            data = self.read_some(len(buffer))
         except (EOFError, zlib.error, gzip.BadGzipFile):
             self.truncated = True
             return 0
@@ -131,12 +132,9 @@ class _Source:
             raise DraftToolsError(f"{self.path}: HTML, not a log, metrics or JSON; save the server's own answer")
         if _METRIC_LINE.match(head.lstrip()):
             return "metrics"
-        return "document" if _JSON_START.match(head) and _is_document(head) else "log"
-
-
-def _is_document(head: bytes) -> bool:
-    """Whether text that starts like JSON is a document of ours, and not a log of JSON lines."""
-    return any(mark in head for mark in MARKS) or (b"\n{" not in head and b" metrics: " not in head)
+        # What starts like JSON without our keys is a log of JSON lines.
+        document = _JSON_START.match(head) and any(mark in head for mark in MARKS)
+        return "document" if document else "log"
 
 
 def _scrape(file: _Source) -> Scrape:
