@@ -220,23 +220,40 @@ class Resolver:
             if number not in numbers
         ]
 
+    def problems(self) -> list[str]:
+        """One sentence for each draft layer in the checkpoint that the config does not declare."""
+        return sorted({place.problem for place in map(self.layout.place_stored, self.checkpoint.modules)} - {""})
+
     def layers(self) -> list[int]:
         """Runtime indices of the draft layers that the checkpoint holds."""
         return sorted({index for draft, index, _ in self._by_place if draft and index is not None})
 
-    def draft_prefixes(self) -> list[str]:
-        """A runtime prefix for each draft module: shards as one fused module, routed experts as one."""
+    def draft_prefixes(self, method: str | None = None) -> list[str]:
+        """vLLM's prefix for each draft module: shards as one fused module, routed experts as one.
+
+        `method` is the speculative method, which decides how vLLM numbers and roots the layers.
+        """
         found: dict[str, None] = {}
-        for draft, index, tail in self._by_place:
-            if not draft:
-                continue
-            expert = _EXPERTS.fullmatch(tail)
-            runtime_tail = expert["stem"] if expert else self._fused_name(tail)
-            if index is None and self.layout.separate:
-                found[runtime_tail] = None
-            else:
-                found[Place(True, index, runtime_tail).name] = None
+        for (draft, index, tail), module in self._by_place.items():
+            if draft:
+                expert = _EXPERTS.fullmatch(tail)
+                runtime_tail = expert["stem"] if expert else self._fused_name(tail)
+                found[self._runtime_root(index, module, method) + runtime_tail] = None
         return list(found)
+
+    def _runtime_root(self, index: int | None, module: str, method: str | None) -> str:
+        """What vLLM's draft classes put before a module's own name (0.33.0; the files named above)."""
+        draft_model = method == "draft_model" and self.layout.separate
+        root = "draft_model.model." if draft_model else "model."
+        if index is None:
+            return root if self.layout.separate else "mtp."
+        number = index - self.layout.hidden
+        if self.layout.separate:
+            return f"{root}layers.{number if draft_model else index}."
+        if _LAYER.fullmatch(module)["kind"] == "mtp.layers":  # type: ignore[index]
+            counts_on = str(text_config(self.checkpoint.config).get("model_type", "")).startswith("qwen4_exp")
+            return f"mtp.layers.{index if counts_on else number}."
+        return f"layers.{index}." if method == "dspark" else f"model.layers.{index}."
 
     def _fused_name(self, tail: str) -> str:
         """The module that a draft shard is fused into at runtime."""

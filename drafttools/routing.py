@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
 from typing import Any
 
 from drafttools.formats import (
     Checkpoint,
     Format,
-    NoHeadersError,
     Stored,
     classify,
     combine,
-    read_checkpoint,
-    read_config,
 )
 from drafttools.names import Layout, Place, Resolver, layout_of, text_config
 
@@ -56,45 +52,38 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Source:
-    """A draft's checkpoint with the layout its runtime prefixes follow; `checkpoint` is None without headers."""
+    """A draft's checkpoint and how its runtime prefixes are found in it; `note` says why there are no headers."""
 
-    layout: Layout
-    checkpoint: Checkpoint | None
-    resolver: Resolver | None
+    resolver: Resolver
     trunk_nvfp4: bool
     note: str = ""
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint; without tensors where no header could be read."""
+        return self.resolver.checkpoint
+
+    @property
+    def layout(self) -> Layout:
+        """Where the draft layers lie."""
+        return self.resolver.layout
+
     def lookup(self, prefix: str, fused: Mapping[str, Iterable[str]] | None = None) -> Lookup:
-        """Find what a runtime prefix is stored as."""
-        if self.checkpoint is None or self.resolver is None:
-            return Lookup(self.layout.place(prefix), Stored(Format.ABSENT, note=self.note))
+        """Find what a runtime prefix is stored as; `fused` is the config's packed_modules_mapping."""
         found = self.resolver.find(prefix, fused)
         modules = self.checkpoint.modules
         stored = combine(classify(modules[name]) for name in found.modules)
         if stored.format is Format.ABSENT:
-            stored = Stored(Format.ABSENT, note=found.place.problem or "the checkpoint has no such module")
+            stored = Stored(Format.ABSENT, note=self.note or found.place.problem or "the checkpoint has no such module")
         roles = modules[found.modules[0]] if found.modules else {}
         return Lookup(found.place, stored, found.modules, found.missing, roles)
 
 
-def source_of(checkpoint: Checkpoint, target_config: Mapping[str, Any] | None = None) -> Source:
+def source_of(checkpoint: Checkpoint, target_config: Mapping[str, Any] | None = None, note: str = "") -> Source:
     """Make a Source of a checkpoint that was read; `target_config` is given when the draft is separate."""
-    layout = layout_of(checkpoint, target_config)
+    resolver = Resolver(checkpoint, layout_of(checkpoint, target_config))
     config = target_config if target_config is not None else checkpoint.config
-    return Source(layout, checkpoint, Resolver(checkpoint, layout), is_nvfp4_deepseek_v4(config))
-
-
-@lru_cache(maxsize=8)
-def open_source(draft: str, revision: str | None, target: str | None, target_revision: str | None) -> Source:
-    """Read a draft's headers for a running engine; `target` is the target's checkpoint when it is another one.
-
-    Raises HeaderError for a broken checkpoint. One that has no headers gives a Source without checkpoint.
-    """
-    target_config = read_config(target, target_revision) if target is not None else None
-    try:
-        return source_of(read_checkpoint(draft, revision), target_config)
-    except NoHeadersError as error:
-        return Source(Layout(0, 0), None, None, False, str(error))
+    return Source(resolver, is_nvfp4_deepseek_v4(config), note)
 
 
 def is_nvfp4_deepseek_v4(config: Mapping[str, Any]) -> bool:
@@ -275,6 +264,11 @@ def read_by(method: Any, scheme: Any = None) -> Format | None:
     if names & _SCALED_FP8:
         return _read_by_strategy(method)
     return next((_READS[name] for name in names if name in _READS), None)
+
+
+def read_class(name: str) -> Format | None:
+    """The format that methods of a class read, where the class alone tells it."""
+    return _READS.get(name)
 
 
 def _read_by_fp8(method: Any) -> Format:
