@@ -204,7 +204,7 @@ class Pool:
 
 def merge_blocks(blocks: Sequence[Block], at_most: int) -> list[Block]:
     """Merge consecutive blocks until at most `at_most` are left, keeping their order."""
-    size = -(-len(blocks) // at_most)
+    size = max(1, -(-len(blocks) // at_most))
     merged = []
     for start in range(0, len(blocks), size):
         block = Block()

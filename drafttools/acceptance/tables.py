@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from drafttools.acceptance.flags import FLAGS
 from drafttools.acceptance.judge import VERDICTS
@@ -22,7 +23,7 @@ def print_runs(console: Console, runs: list[dict[str, Any]]) -> None:
     for name in ("source", "AL", "rate", "k", "drafts", "intervals", "empty", "excluded", "per position", "flags"):
         table.add_column(name, overflow="fold")
     for run in runs:
-        table.add_row(*run_cells(run))
+        table.add_row(*map(Text, run_cells(run)))
     console.print(table)
     print_excluded(console, runs)
     for flag in sorted({flag for run in runs for flag in run["flags"]}):
@@ -57,7 +58,7 @@ def print_excluded(console: Console, runs: list[dict[str, Any]]) -> None:
     for name in ("source", "where", "AL", "drafts", "rule"):
         table.add_column(name, overflow="fold")
     for sample in excluded:
-        table.add_row(*excluded_cells(sample))
+        table.add_row(*map(Text, excluded_cells(sample)))
     console.print(table)
 
 
