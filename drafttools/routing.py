@@ -266,6 +266,20 @@ def read_by(method: Any, scheme: Any = None) -> Format | None:
     return next((_READS[name] for name in names if name in _READS), None)
 
 
+def chosen_before(raised: BaseException) -> Any:
+    """The quantization method or scheme whose `__init__` raised, from the traceback; None when it was none.
+
+    A method that was chosen and finds no kernel on this machine still tells what was chosen.
+    """
+    trace = raised.__traceback__
+    while trace is not None:
+        subject = trace.tb_frame.f_locals.get("self")
+        if trace.tb_frame.f_code.co_name == "__init__" and subject is not None and read_by(subject) is not None:
+            return subject
+        trace = trace.tb_next
+    return None
+
+
 def read_class(name: str) -> Format | None:
     """The format that methods of a class read, where the class alone tells it."""
     return _READS.get(name)

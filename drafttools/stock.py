@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from drafttools.routing import read_by
+from drafttools.routing import chosen_before, read_by
 
 TIMEOUT_S = 300
 
@@ -88,24 +88,12 @@ def _answer_one(quant_config: Any, prefix: str, kind: str) -> dict[str, Any]:
     try:
         method = quant_config.get_quant_method(layer, prefix) if quant_config is not None else None
     except Exception as raised:
-        # A method that was chosen but finds no kernel on this machine still tells what stock chose.
-        method = _method_under_construction(raised)
+        method = chosen_before(raised)
         error = _sentence(raised)
         if method is None:
             return {"method": None, "format": None, "error": error}
     name = type(method).__name__ if method is not None else None
     return {"method": name, "format": read_by(method, getattr(layer, "scheme", None)), "error": error}
-
-
-def _method_under_construction(raised: BaseException) -> Any:
-    """The method or scheme whose `__init__` raised, from the traceback."""
-    trace = raised.__traceback__
-    while trace is not None:
-        subject = trace.tb_frame.f_locals.get("self")
-        if trace.tb_frame.f_code.co_name == "__init__" and subject is not None and read_by(subject) is not None:
-            return subject
-        trace = trace.tb_next
-    return None
 
 
 def _quant_config(item: Mapping[str, Any]) -> tuple[Any, Any]:
