@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
-from drafttools import attest, engine, hazards, settings
+from drafttools import attest, engine, hazards, quantization, settings
 from drafttools.errors import DraftToolsError
 from drafttools.patching import State
 from drafttools.scope import draft_model_scope
@@ -84,11 +84,12 @@ def load(vllm_config: Any, model_config: Any, prefix: str, build: Callable[[], A
     before_load(vllm_config)
     token = _loading.set(True)
     try:
-        with draft_model_scope():
+        with draft_model_scope(), quantization.session(vllm_config) as layers:
             model = build()
     finally:
         _loading.reset(token)
     record = describe(model, vllm_config, model_config, prefix)
+    record.details["quantization"] = layers
     mark(model, record)
     attest.evidence("load_scope").asked += 1
     attest.add_draft(record)

@@ -6,6 +6,7 @@ from drafttools.patches import (
     breakable_graph_scope,
     compile_cache,
     custom_proposer_scope,
+    draft_quantization,
     extract_proposer_scope,
     graph_scope,
     initialize_scope,
@@ -45,5 +46,6 @@ ALL: tuple[Patch, ...] = tuple(
         moe_activation,
         linear_activation,
         online_quantization,
+        draft_quantization,
     )
 )
