@@ -166,6 +166,8 @@ class Change:
     def outdated(self, module: ModuleType) -> bool:
         """Whether a reload of `module` has replaced the owner, or put the module's own function back."""
         if self.owner is module:
+            if self.reaches_ours():
+                return False
             code = getattr(vars(module).get(self.name, _ABSENT), "__code__", None)
             return code is not None and code.co_filename == module.__file__
         belongs = isinstance(self.owner, type) and self.owner.__module__ == module.__name__

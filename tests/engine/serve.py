@@ -1,0 +1,34 @@
+"""Serve a few prompts greedily with one engine in this process's environment, and print the result as one JSON line.
+
+    python -m tests.engine.serve '{"model": ..., "speculative_config": {...}, ...}' [--import-drafttools]
+
+The prompts are fixed and there is no tokenizer. `--children-off` imports drafttools here and leaves the engine's own
+processes without it.
+"""
+
+import json
+import os
+import sys
+
+MARK = "SERVED "
+
+
+def main() -> None:
+    """Build the engine from the JSON arguments of `vllm.LLM`, generate, and print tokens and acceptance counters."""
+    from vllm import LLM, SamplingParams
+
+    options = {"skip_tokenizer_init": True, "max_model_len": 256, "disable_log_stats": False, "seed": 0}
+    llm = LLM(**{**options, **json.loads(sys.argv[1])})
+    prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 250 + 1 for j in range(5 + i)]} for i in range(4)]
+    sampling = SamplingParams(max_tokens=24, temperature=0, detokenize=False, ignore_eos=True)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics() if "spec_decode" in m.name}
+    print(MARK + json.dumps({"tokens": [list(o.outputs[0].token_ids) for o in outputs], "metrics": metrics}), flush=True)
+
+
+if __name__ == "__main__":
+    if {"--import-drafttools", "--children-off"} & set(sys.argv):
+        import drafttools  # noqa: F401
+    if "--children-off" in sys.argv:
+        os.environ["DRAFTTOOLS"] = "off"
+    main()
