@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from drafttools.errors import DraftToolsError
 from drafttools.experts import admission
 from drafttools.experts.admission import CAPABILITY, OPTION, Route
-from drafttools.formats import Format, Stored
-from drafttools.routing import open_source
+from drafttools.formats import Format, NoHeadersError, Stored, read_checkpoint, read_config
+from drafttools.routing import Source, source_of
 
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")
 
@@ -55,13 +56,19 @@ def choose(prefix: str, moe_config: Any, stock: Callable[[], Any]) -> Any:
 def stored_experts(speculative: Any, prefix: str) -> tuple[Stored, str]:
     """How the draft's checkpoint stores the experts of `prefix`, and what it calls their scales."""
     draft, target = speculative.draft_model_config, speculative.target_model_config
-    separate = draft.model != target.model
-    source = open_source(
-        draft.model, draft.revision, target.model if separate else None, target.revision if separate else None
-    )
-    found = source.lookup(prefix)
+    separate = (target.model, target.revision) if draft.model != target.model else None
+    try:
+        found = _source((draft.model, draft.revision), separate).lookup(prefix)
+    except NoHeadersError as error:
+        return Stored(Format.ABSENT, note=str(error)), _SCALES[0]
     scale = next((name for name in _SCALES if name in found.roles), _SCALES[0])
     return found.stored, scale
+
+
+@lru_cache(maxsize=8)
+def _source(draft: tuple[str, str | None], target: tuple[str, str | None] | None) -> Source:
+    """The draft's headers, read once; checkpoints are (model, revision), the target's when it is another one."""
+    return source_of(read_checkpoint(*draft), read_config(*target) if target is not None else None)
 
 
 def _route(stored: Stored) -> Route | None:

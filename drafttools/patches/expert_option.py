@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from drafttools.patching import Patch, Seam, Transaction
 
@@ -14,11 +14,11 @@ VALUES = (None, "fp8")
 OPT_IN = '--speculative-config {"method": "mtp", "mtp_expert_quantization": "fp8"}'
 
 
-@dataclasses.dataclass
-class _Option:
-    """Gives the dataclass field that SpeculativeConfig lacks, so that vLLM's `replace()` finds and keeps it."""
-
-    mtp_expert_quantization: str | None = None
+def _field() -> Any:
+    """The dataclass field SpeculativeConfig lacks: vLLM's `replace()` and command line go by the fields."""
+    kind = Literal["fp8"] | None
+    option = dataclasses.make_dataclass("_Option", [(NAME, kind, dataclasses.field(default=None))])
+    return dataclasses.fields(option)[0]
 
 
 def _init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -47,10 +47,9 @@ def hazard(vllm_config: Any, _: Any) -> str | None:
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     cls = module.SpeculativeConfig
-    field = _Option.__dataclass_fields__[NAME]
     # The class default is what configurations pickled without the option read.
     transaction.replace(cls, NAME, None)
-    transaction.replace(cls, "__dataclass_fields__", {**cls.__dataclass_fields__, NAME: field})
+    transaction.replace(cls, "__dataclass_fields__", {**cls.__dataclass_fields__, NAME: _field()})
     transaction.wrap(cls, "__init__", _init)
     transaction.wrap(cls, "compute_hash", _compute_hash)
 
