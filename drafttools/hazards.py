@@ -7,6 +7,7 @@ one phrase, or None when the switch is off. Source of the list: vLLM 0.33.0.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,28 @@ def _moe_backend(vllm_config: Any, _: Any) -> str | None:
     return f"kernel_config.moe_backend={backend}"
 
 
+def _fp8_while_loading(vllm_config: Any, _: Any) -> str | None:
+    quant_config = getattr(vllm_config, "quant_config", None)
+    online = type(quant_config).__name__ == "Fp8Config" and not getattr(
+        quant_config, "is_checkpoint_fp8_serialized", True
+    )
+    return "--quantization fp8" if online else None
+
+
+def _modelopt_moe_activation(vllm_config: Any, _: Any) -> str | None:
+    activation = getattr(getattr(vllm_config, "quant_config", None), "moe_activation_override", None)
+    return f"quantization_config.moe.activation={activation}" if activation is not None else None
+
+
+def _deepseek_v4_wo_a(vllm_config: Any, envs: Any) -> str | None:
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    model_type = str(getattr(getattr(draft, "hf_config", None), "model_type", ""))
+    platform = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
+    if not model_type.startswith("deepseek_v4") or platform is None or not platform.is_rocm():
+        return None
+    return env_flag("VLLM_ROCM_USE_AITER_FP8BMM")(vllm_config, envs)
+
+
 UNGATED: tuple[Ungated, ...] = (
     Ungated(
         "kv_cache_dtype",
@@ -104,6 +127,27 @@ UNGATED: tuple[Ungated, ...] = (
         "which kernel family runs is a deployment choice; some quantize activations",
         'speculative_config "moe_backend"',
         _moe_backend,
+    ),
+    Ungated(
+        "fp8_while_loading",
+        "quantization/fp8.py of vLLM 0.30 and older",
+        "there Fp8Config itself quantizes an unquantized checkpoint, past the online configuration",
+        "",
+        _fp8_while_loading,
+    ),
+    Ungated(
+        "modelopt_moe_activation",
+        "quantization/modelopt.py, from 0.32 on",
+        "kept in the quantization config object, which an MTP draft shares with the target",
+        "",
+        _modelopt_moe_activation,
+    ),
+    Ungated(
+        "deepseek_v4_wo_a",
+        "models/deepseek_v4/amd/rocm.py, from 0.31 on",
+        "read from the environment, past the AITER methods that aiter_bmm gates",
+        "",
+        _deepseek_v4_wo_a,
     ),
     Ungated(
         "aiter_moe_situv2",

@@ -13,6 +13,7 @@ from enum import StrEnum
 from types import ModuleType
 from typing import Any
 
+from drafttools.fingerprints import SEEN
 from drafttools.source import Function, Tree
 
 _ABSENT = object()
@@ -61,11 +62,10 @@ class Patch:
             one (None) always matters.
         apply: does the change through a `Transaction`.
         absent: the sentence for a vLLM that has no such seam; empty when a missing seam is a refusal.
+        signs: (module or package, text) pairs; the sentence holds only for a tree in which none of them is found.
         native: words in a seam's body that show that this vLLM already does what the patch does.
         provides: names the patch adds to the module; a vLLM that defines them all does not need it.
         stand_down: called instead of `apply` when the patch is not needed, to use what vLLM has.
-        fingerprints: `Function.fingerprint` of the seams in the releases read so far; another source that still has the
-            signature and the features applies, and says that it is new.
     """
 
     name: str
@@ -80,10 +80,10 @@ class Patch:
     opt_in: str = ""
     hazard: Callable[[Any, Any], str | None] | None = None
     absent: str = ""
+    signs: tuple[tuple[str, str], ...] = ()
     native: tuple[str, ...] = ("in_draft_model", "draft_model_scope")
     provides: tuple[str, ...] = ()
     stand_down: Callable[[ModuleType], None] | None = None
-    fingerprints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,39 +95,49 @@ class Verdict:
 
 
 def check(patch: Patch, tree: Tree) -> Verdict:
-    """Judge `patch` on a source tree, by signature and features."""
-    missing = [seam for seam in patch.seams if tree.function(patch.module, seam.qualname) is None]
-    if tree.module(patch.module) is None or any(not seam.optional for seam in missing):
-        what = missing[0].qualname if missing and tree.module(patch.module) is not None else ""
-        place = f"{patch.module}.{what}" if what else patch.module
-        if patch.absent:
-            return Verdict("not_needed", f"{place} does not exist: {patch.absent}")
-        return Verdict("refused", f"{place} does not exist in this vLLM")
+    """Judge `patch` on a source tree, by signature and features.
+
+    A source that no release read so far has, but whose signature and features match, applies and is said to be new.
+    """
+    if tree.path(patch.module) is None:
+        return _missing(patch, tree, f"{patch.module} does not exist")
+    if tree.module(patch.module) is None:
+        return Verdict("refused", f"{patch.module} is not Python that this interpreter can parse")
     if patch.provides and all(tree.defines(patch.module, name) for name in patch.provides):
         return Verdict("not_needed", f"{patch.module} defines {', '.join(patch.provides)} itself")
-    seen: list[str] = []
+    found: list[tuple[Seam, Function]] = []
     for seam in patch.seams:
         function = tree.function(patch.module, seam.qualname)
-        if function is None:
-            continue
-        if set(patch.native) & function.words:
-            return Verdict("not_needed", f"{seam.qualname} already does this")
-        expected = seam.parameters
-        if not _signature_fits(function, expected):
-            return Verdict(
-                "refused",
-                f"{patch.module}.{seam.qualname} takes ({', '.join(function.parameters)}), "
-                f"expected ({', '.join(expected)})",
-            )
+        if function is not None:
+            found.append((seam, function))
+        elif not seam.optional:
+            return _missing(patch, tree, f"{patch.module}.{seam.qualname} does not exist")
+    if found and all(set(patch.native) & function.words for _, function in found):
+        return Verdict("not_needed", f"{found[0][0].qualname} already does this")
+    for seam, function in found:
+        if not _signature_fits(function, seam.parameters):
+            takes, expected = ", ".join(function.parameters), ", ".join(seam.parameters)
+            return Verdict("refused", f"{patch.module}.{seam.qualname} takes ({takes}), expected ({expected})")
         lacking = [word for word in seam.features if word not in function.words]
-        if lacking and patch.absent:
-            return Verdict("not_needed", f"{seam.qualname} has no {lacking[0]}: {patch.absent}")
         if lacking:
-            return Verdict("refused", f"{patch.module}.{seam.qualname} no longer uses {lacking[0]}")
-        seen.append(function.fingerprint)
-    if patch.fingerprints and not set(seen) <= set(patch.fingerprints):
-        return Verdict("applies", "signature and features match; this exact source was not seen before")
+            return _missing(patch, tree, f"{patch.module}.{seam.qualname} does not use {lacking[-1]}")
+    unseen = [seam.qualname for seam, function in found if function.fingerprint not in SEEN.get(patch.name, {})]
+    if unseen:
+        return Verdict(
+            "applies", f"signature and features match; the source of {', '.join(unseen)} is new to this drafttools"
+        )
     return Verdict("applies", "")
+
+
+def _missing(patch: Patch, tree: Tree, what: str) -> Verdict:
+    """Not needed only if the tree shows no sign of what the patch is for; otherwise it moved, and we cannot follow."""
+    if not patch.absent:
+        return Verdict("refused", f"{what} in this vLLM")
+    for place, text in patch.signs:
+        file = tree.mention(place, text)
+        if file is not None:
+            return Verdict("refused", f"{what}, yet {file} has {text}: it moved or was renamed")
+    return Verdict("not_needed", f"{what}: {patch.absent}")
 
 
 def _signature_fits(function: Function, expected: tuple[str, ...]) -> bool:

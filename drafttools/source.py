@@ -51,12 +51,23 @@ class Function:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the function without comments, docstring, annotations of its own line, or layout."""
+        """Hash of the function without comments, docstring, annotations of its own line, or layout.
+
+        Taken from the syntax tree, since `ast.unparse` and `ast.dump` write it differently from one Python to the next.
+        """
         body = self.node.body
         if ast.get_docstring(self.node, clean=False) is not None:
             body = body[1:]
-        text = repr(self.parameters) + "\n".join(ast.unparse(statement) for statement in body)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return hashlib.sha256((repr(self.parameters) + _canonical(body)).encode()).hexdigest()[:12]
+
+
+def _canonical(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_canonical, value))}]"
+    if isinstance(value, ast.AST):
+        fields = [_canonical(field) for _, field in ast.iter_fields(value) if field not in (None, [])]
+        return f"{type(value).__name__}({','.join(fields)})"
+    return repr(value)
 
 
 class Tree:
@@ -95,6 +106,16 @@ class Tree:
     def has_class(self, module: str, name: str) -> bool:
         """Whether the module defines the class."""
         return isinstance(_child(self.module(module), name), ast.ClassDef)
+
+    def mention(self, place: str, text: str) -> str | None:
+        """The first file of module or package `place` whose text contains `text`; None when there is none."""
+        stem = self.root.joinpath(*place.split(".")[1:])
+        files = sorted(stem.rglob("*.py")) if stem.is_dir() else [stem.with_suffix(".py")]
+        sought = text.encode()
+        for file in files:
+            if file.is_file() and sought in file.read_bytes():
+                return str(file.relative_to(self.root))
+        return None
 
     def defines(self, module: str, name: str) -> bool:
         """Whether the module defines, imports or assigns `name` at its top level."""

@@ -63,4 +63,5 @@ PATCH = Patch(
     opt_in=f"{SWITCH}=1",
     hazard=env_flag(SWITCH),
     absent="this vLLM has no FP4-activation switch",
+    signs=(("vllm.envs", SWITCH),),
 )

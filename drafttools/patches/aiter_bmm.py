@@ -41,4 +41,5 @@ PATCH = Patch(
     opt_in="VLLM_ROCM_USE_AITER_FP8BMM=1 or VLLM_ROCM_USE_AITER_FP4BMM=1",
     hazard=_hazard,
     absent="this vLLM has no AITER batched matmul switch",
+    signs=(("vllm.envs", "VLLM_ROCM_USE_AITER_FP8BMM"), ("vllm.envs", "VLLM_ROCM_USE_AITER_FP4BMM")),
 )

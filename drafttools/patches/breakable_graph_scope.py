@@ -33,4 +33,5 @@ PATCH = Patch(
     apply=_apply,
     native=(),
     absent="this vLLM has no breakable graphs",
+    signs=(("vllm", "BreakableCUDAGraphWrapper"),),
 )

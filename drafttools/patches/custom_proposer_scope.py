@@ -35,4 +35,5 @@ PATCH = Patch(
     apply=_apply,
     native=(),
     absent="this vLLM has no custom_class proposer",
+    signs=(("vllm", "create_custom_proposer"),),
 )

@@ -26,4 +26,5 @@ PATCH = Patch(
     apply=_apply,
     native=(),
     absent="this vLLM has no V1 hidden-state extractor",
+    signs=(("vllm", "ExtractHiddenStatesProposer"),),
 )

@@ -26,4 +26,5 @@ PATCH = Patch(
     opt_in='--quantization-config \'{"linear": {"activation": ...}}\'',
     hazard=activation_override("linear"),
     absent="this vLLM has no linear activation override",
+    signs=(("vllm.model_executor.kernels", ".linear.activation"),),
 )

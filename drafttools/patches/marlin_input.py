@@ -28,4 +28,5 @@ PATCH = Patch(
     opt_in=f"{SWITCH}=int8|fp8",
     hazard=env_flag(SWITCH),
     absent="this vLLM has no Marlin activation switch",
+    signs=(("vllm.envs", SWITCH),),
 )

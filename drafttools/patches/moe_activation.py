@@ -25,5 +25,4 @@ PATCH = Patch(
     apply=_apply,
     opt_in='--quantization-config \'{"moe": {"activation": ...}}\'',
     hazard=activation_override("moe"),
-    absent="this vLLM has no MoE activation override",
 )

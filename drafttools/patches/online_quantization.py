@@ -32,7 +32,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 PATCH = Patch(
     name="online_quantization",
     module="vllm.model_executor.layers.quantization.online.base",
-    seams=(Seam("OnlineQuantizationConfig.resolve_quant_method_cls", parameters=("self", "layer_cls", "prefix")),),
+    seams=(Seam("OnlineQuantizationConfig.resolve_quant_method_cls", parameters=("self", "...")),),
     what="A draft layer that would be quantized while loading only because the target is keeps its checkpoint format. "
     "A `quantization` given for the draft itself is honoured.",
     why="MTP and other embedded drafts are built with the target's quantization config object.",

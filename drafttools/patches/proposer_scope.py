@@ -29,4 +29,5 @@ PATCH = Patch(
     apply=_apply,
     native=(),
     absent="this vLLM has no V1 proposer base class",
+    signs=(("vllm.v1.spec_decode", "get_model("),),
 )

@@ -35,4 +35,5 @@ PATCH = Patch(
     opt_in="VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=FP|INT8|INT6|INT4|INT3",
     hazard=_hazard,
     absent="this vLLM has no quick reduce",
+    signs=(("vllm.envs", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"),),
 )

@@ -35,4 +35,5 @@ PATCH = Patch(
     apply=_apply,
     native=(),
     absent="this vLLM has no V2 graph manager",
+    signs=(("vllm.v1.worker.gpu", "CudaGraphManager"),),
 )

@@ -25,4 +25,5 @@ PATCH = Patch(
     apply=_apply,
     native=(),
     absent="this vLLM has no V2 draft speculators",
+    signs=(("vllm.v1.worker.gpu", "Speculator"),),
 )
