@@ -14,22 +14,53 @@ from drafttools import settings
 
 
 class _VllmFinder:
-    """Finds nothing itself; the first look-up of `vllm` installs the patches, later ones retry pending patches."""
+    """Lends `vllm` a loader that installs the patches just before the package runs.
+
+    Only running vLLM counts: other packages look it up to see whether it is there. Look-ups of vLLM's modules retry
+    patches whose module was still initialising.
+    """
 
     def __init__(self) -> None:
         self._busy = False
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        if not fullname.startswith("vllm") or self._busy:
-            return
-        if fullname == "vllm" or fullname.startswith("vllm."):
-            self._busy = True
-            try:
-                from drafttools import engine
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if self._busy or target is not None or not fullname.startswith("vllm"):
+            return None
+        self._busy = True
+        try:
+            if fullname == "vllm":
+                return _with_our_loader(fullname)
+            if fullname.startswith("vllm.") and "drafttools.engine" in sys.modules:
+                sys.modules["drafttools.engine"].refresh()
+        finally:
+            self._busy = False
+        return None
 
-                engine.vllm_is_being_imported()
-            finally:
-                self._busy = False
+
+def _with_our_loader(fullname: str) -> Any:
+    from importlib.util import find_spec
+
+    spec = find_spec(fullname)
+    if spec is not None and spec.loader is not None:
+        spec.loader = _FirstLoader(spec.loader)  # type: ignore[assignment]
+    return spec
+
+
+class _FirstLoader:
+    """The package's own loader, except that it lets drafttools in first."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        from drafttools import engine
+
+        engine.vllm_is_being_imported()
+        self._loader.exec_module(module)
 
 
 _finder = _VllmFinder()

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,6 +70,8 @@ def _register() -> None:
     mode = settings.mode()
     if mode not in ("enforce", "observe"):
         return
+    if find_spec("wrapt") is None:
+        raise DraftToolsError("wrapt is not installed in this interpreter; pip install wrapt, or set DRAFTTOOLS=off")
     disabled = settings.disabled()
     unknown = disabled - {patch.name for patch in patches.ALL}
     if unknown:
