@@ -33,5 +33,5 @@ PATCH = Patch(
     apply=_apply,
     native=(),
     absent="this vLLM has no breakable graphs",
-    signs=(("vllm", "BreakableCUDAGraphWrapper"),),
+    signs=(("vllm.envs", "VLLM_USE_BREAKABLE_CUDAGRAPH"),),
 )

@@ -26,5 +26,5 @@ PATCH = Patch(
     apply=_apply,
     native=(),
     absent="this vLLM has no Medusa proposer",
-    signs=(("vllm", "MedusaProposer"),),
+    signs=(("vllm.config.speculative", '"medusa"'),),
 )

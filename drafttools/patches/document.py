@@ -1,0 +1,67 @@
+"""The patch records in words: one for `drafttools explain`, all of them for docs/patches.md."""
+
+from __future__ import annotations
+
+from drafttools import hazards, patches
+from drafttools.fingerprints import SEEN
+from drafttools.patching import Patch, Seam
+
+
+def fields(patch: Patch) -> list[tuple[str, str]]:
+    """The record as (label, text), in reading order; nothing that is empty."""
+    rows = [
+        ("What", patch.what),
+        ("Why", patch.why),
+        ("Switched on by", f"`{patch.opt_in}`" if patch.opt_in else "always on"),
+        ("Changes", "; ".join(f"`{patch.module}:{_signature(seam)}`" for seam in patch.seams)),
+        ("Relies on", ", ".join(f"`{word}`" for seam in patch.seams for word in seam.features)),
+        ("Not needed", _not_needed(patch)),
+        ("Sources read", ", ".join(f"`{seen}` ({where})" for seen, where in SEEN.get(patch.name, {}).items())),
+        ("Matters in", ", ".join(patch.roles)),
+        ("Upstream", patch.upstream),
+        ("Retire", patch.retire),
+        ("Switch off", f"`DRAFTTOOLS_DISABLE={patch.name}`"),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def markdown() -> str:
+    """docs/patches.md."""
+    lines = [
+        "# Patches",
+        "",
+        "Written by `drafttools explain --markdown` from the patch records. A patch applies, is not needed, or is refused:",
+        "`drafttools doctor` says which on a given vLLM, and [releases.md](releases.md) on the published ones.",
+        "",
+    ]
+    for patch in patches.ALL:
+        lines += [f"## {patch.name}", ""]
+        lines += [f"- **{label}**: {text}" for label, text in fields(patch)]
+        lines.append("")
+    lines += [
+        "## Switches that reach a draft ungated",
+        "",
+        "When one of these is on, the report names it under `ungated`.",
+        "",
+        "| name | read in | why it is not gated | vLLM's own override |",
+        "|---|---|---|---|",
+    ]
+    for hazard in hazards.UNGATED:
+        native = f"`{hazard.native}`" if hazard.native else "none"
+        lines.append(f"| {hazard.name} | {hazard.reads} | {hazard.why_not} | {native} |")
+    return "\n".join([*lines, ""])
+
+
+def _signature(seam: Seam) -> str:
+    return f"{seam.qualname}({', '.join(seam.parameters)})" if seam.parameters else seam.qualname
+
+
+def _not_needed(patch: Patch) -> str:
+    reasons = []
+    if patch.absent:
+        reasons.append(patch.absent)
+    if patch.provides:
+        reasons.append(f"`{patch.module}` defines {', '.join(f'`{name}`' for name in patch.provides)}")
+    if patch.native:
+        reasons.append(f"the source already uses {' or '.join(f'`{word}`' for word in patch.native)}")
+    return "when " + ", or when ".join(reasons) if reasons else ""
