@@ -20,10 +20,17 @@ def main() -> None:
     options = {"skip_tokenizer_init": True, "max_model_len": 256, "disable_log_stats": False, "seed": 0}
     llm = LLM(**{**options, **json.loads(sys.argv[1])})
     prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 250 + 1 for j in range(5 + i)]} for i in range(4)]
-    sampling = SamplingParams(max_tokens=24, temperature=0, detokenize=False, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=24, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics() if "spec_decode" in m.name}
-    print(MARK + json.dumps({"tokens": [list(o.outputs[0].token_ids) for o in outputs], "metrics": metrics}), flush=True)
+    completions = [output.outputs[0] for output in outputs]
+    served = {
+        "tokens": [list(completion.token_ids) for completion in completions],
+        # repr keeps every bit of a double
+        "logprobs": [[repr(next(iter(p.values())).logprob) for p in c.logprobs] for c in completions],
+        "metrics": metrics,
+    }
+    print(MARK + json.dumps(served), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from tests.engine import harness
 pytestmark = pytest.mark.engine
 
 # A spawned engine at TP 2 takes about a minute; each run below serves several tests.
-DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2}
 RUN_CLI = (sys.executable, "-m", "drafttools.cli", "run")
 
 
@@ -40,25 +39,37 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return lambda name: root / name
 
 
-def draft_model(checkpoints: Path) -> dict[str, Any]:
-    config = {**DRAFT_MODEL, "model": str(checkpoints / "qwen3_draft")}
+def draft_model(checkpoints: Path, tp: int = 2) -> dict[str, Any]:
+    config = {
+        "method": "draft_model",
+        "model": str(checkpoints / "qwen3_draft"),
+        "num_speculative_tokens": 2,
+        "draft_tensor_parallel_size": tp,
+    }
     return {
         "model": str(checkpoints / "qwen3"),
         "speculative_config": config,
-        "tensor_parallel_size": 2,
+        "tensor_parallel_size": tp,
         "enforce_eager": True,
     }
 
 
-def eagle(checkpoints: Path) -> dict[str, Any]:
+def eagle(checkpoints: Path, tp: int = 1) -> dict[str, Any]:
     config = {"method": "eagle", "model": str(checkpoints / "llama_eagle"), "num_speculative_tokens": 2}
-    return {"model": str(checkpoints / "llama"), "speculative_config": config, "enforce_eager": True}
+    return {
+        "model": str(checkpoints / "llama"),
+        "speculative_config": config,
+        "tensor_parallel_size": tp,
+        "enforce_eager": True,
+    }
 
 
-def mtp(checkpoints: Path) -> dict[str, Any]:
+def mtp(checkpoints: Path, tp: int = 1) -> dict[str, Any]:
+    """Compiled: the draft class is itself `@support_torch_compile`."""
     return {
         "model": str(checkpoints / "deepseek_mtp"),
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+        "tensor_parallel_size": tp,
     }
 
 
@@ -139,6 +150,50 @@ def test_compiled_mtp_from_a_cold_and_a_warm_cache(checkpoints: Path, work: Call
     assert warm.tokens == stock.tokens
     assert after_stock < after_cold, "the shim must not reuse graphs compiled without it"
     assert _cache_keys(work) == after_cold, "a second run under the shim must reuse the first one's graphs"
+
+
+def test_without_a_draft_nothing_changes(checkpoints: Path, work: Callable[[str], Path]) -> None:
+    """No draft, no opt-in: tokens and log-probabilities are bit-equal, and no patch is seen doing anything."""
+    options = {"model": str(checkpoints / "qwen3"), "enforce_eager": True}
+    stock = harness.engine(work("plain-stock"), options, target_layers=2)
+    served = harness.engine(work("plain"), options, target_layers=2, flags=("--import-drafttools",))
+    assert served.tokens == stock.tokens
+    assert served.logprobs == stock.logprobs
+    assert served.probe["host"]["target_in"] == 0
+    reports = [json.loads(path.read_text()) for path in served.reports.glob("*.json")]
+    assert any(report["role"] == "worker" for report in reports)
+    assert not any(report["drafts"] for report in reports)
+    assert "in_effect" not in {patch["state"] for report in reports for patch in report["patches"]}
+    code, text = harness.status(served.reports)
+    assert code == 1, text
+    assert "no worker reported a draft model" in text
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("name", "options", "tp", "draft_class"),
+    [
+        ("draft_model", draft_model, 1, "Qwen3ForCausalLM"),
+        ("eagle", eagle, 2, "EagleLlamaForCausalLM"),
+        ("mtp", mtp, 2, "DeepSeekMTP"),
+    ],
+)
+def test_the_other_world_sizes(
+    checkpoints: Path,
+    work: Callable[[str], Path],
+    name: str,
+    options: Callable[[Path, int], dict[str, Any]],
+    tp: int,
+    draft_class: str,
+) -> None:
+    """What the tests above leave out of method and world size; not part of the default run."""
+    stock = harness.engine(work(f"{name}-{tp}-stock"), options(checkpoints, tp), target_layers=2)
+    served = harness.engine(
+        work(f"{name}-{tp}"), options(checkpoints, tp), target_layers=2, flags=("--import-drafttools",)
+    )
+    workers = assert_in_effect(served, "import", draft_class)
+    assert len(workers) == tp
+    assert served.tokens == stock.tokens
 
 
 def _cache_keys(work: Callable[[str], Path]) -> set[str]:
