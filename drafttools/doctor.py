@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -133,11 +133,8 @@ def _shebang(script: str | None) -> list[str]:
     return first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
 
 
-def _expert_kernel() -> Iterable[str]:
+def _expert_kernel() -> list[str]:
     from drafttools.experts import extension
 
-    try:
-        reason = extension.unavailable()
-    except ImportError as error:
-        reason = f"the FP8 expert kernel needs torch, which does not import here: {error}"
+    reason = extension.unavailable()
     return [f"{reason} (only mtp_expert_quantization on a GPU needs it)"] if reason else []

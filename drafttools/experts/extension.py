@@ -6,6 +6,7 @@ Without it the operator still works on the CPU (`drafttools.experts.op`).
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 from pathlib import Path
 
 from drafttools.errors import DraftToolsError
@@ -34,14 +35,18 @@ def load(library: Path = LIBRARY) -> None:
 
 
 def unavailable(library: Path = LIBRARY) -> str | None:
-    """Why the kernel cannot be used on this machine, in one sentence; None if nothing stands in its way."""
+    """Why the kernel cannot be used on this machine, in one sentence; None if nothing stands in its way.
+
+    Asks without importing torch, which takes seconds.
+    """
     if not library.is_file():
         return f"the FP8 expert kernel is not built ({library} is missing): run python -m drafttools.experts.build"
-    import torch
-
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if release < OLDEST_TORCH:
-        return f"the FP8 expert kernel needs torch 2.10 or newer, this is {torch.__version__}"
+    try:
+        torch_version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "the FP8 expert kernel needs torch, which is not installed"
+    if tuple(int(part) for part in torch_version.split(".")[:2]) < OLDEST_TORCH:
+        return f"the FP8 expert kernel needs torch 2.10 or newer, this is {torch_version}"
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -30,7 +30,7 @@ def markdown() -> str:
     lines = [
         "# Patches",
         "",
-        "Written by `drafttools explain --markdown` from the patch records. A patch applies, is not needed, or is refused:",
+        "Written by `drafttools explain --markdown` from the records. A patch applies, is not needed, or is refused:",
         "`drafttools doctor` says which on a given vLLM, and [releases.md](releases.md) on the published ones.",
         "",
     ]
