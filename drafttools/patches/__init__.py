@@ -7,7 +7,9 @@ from drafttools.patches import (
     compile_cache,
     custom_proposer_scope,
     draft_quantization,
+    expert_option,
     extract_proposer_scope,
+    fp8_experts,
     graph_scope,
     initialize_scope,
     linear_activation,
@@ -47,5 +49,7 @@ ALL: tuple[Patch, ...] = tuple(
         linear_activation,
         online_quantization,
         draft_quantization,
+        expert_option,
+        fp8_experts,
     )
 )
