@@ -89,7 +89,7 @@ def audit(
     _check_method(result, source.checkpoint, method)
     used = _config_used(source.checkpoint.config, of_target, method)
     lookups = {prefix: source.lookup(prefix) for prefix in dict.fromkeys([*prefixes, *asked])}
-    replies = _ask(result, lookups, used, of_target, ask_stock)
+    replies = _ask(result, lookups, used, of_target, source.checkpoint, ask_stock)
     for prefix, lookup in lookups.items():
         result.modules.append(_row(result, source, prefix, lookup, replies.get(prefix), _family(used)))
     result.missing = list(dict.fromkeys(result.missing))
@@ -172,10 +172,12 @@ def _ask(
     lookups: Mapping[str, Lookup],
     config: Mapping[str, Any],
     of_target: Mapping[str, Any] | None,
+    checkpoint: Checkpoint,
     ask_stock: Ask,
 ) -> dict[str, dict[str, Any]]:
     pairs = [(prefix, kind) for prefix, lookup in lookups.items() if (kind := _kind_of(prefix, lookup))]
-    (reply,) = ask_stock([stock.request(config, pairs, of_target)])
+    place = checkpoint.source if config is checkpoint.config else None
+    (reply,) = ask_stock([stock.request(config, pairs, of_target, place)])
     result.vllm = reply["vllm"]
     if reply["error"]:
         result.problems.append(reply["error"])

@@ -259,6 +259,8 @@ class Resolver:
         """The module that a draft shard is fused into at runtime."""
         stem, _, last = tail.rpartition(".")
         stem = f"{stem}." if stem else ""
+        if stem.endswith("shared_experts.") and last == "w2":  # DeepSeek-V4's mapper renames this one
+            return stem + "down_proj"
         for name, alternatives in FUSED.items():
             for shards in alternatives:
                 if len(shards) > 1 and last in shards and (stem, shards) in self._complete:

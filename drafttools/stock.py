@@ -26,14 +26,15 @@ def request(
     config: Mapping[str, Any],
     prefixes: Iterable[tuple[str, str]],
     target_config: Mapping[str, Any] | None = None,
+    checkpoint: str | None = None,
 ) -> dict[str, Any]:
     """Make a request.
 
-    `config` is the config.json that the quantization comes from, `prefixes` pairs of runtime prefix and kind
-    (`linear`, `experts` or `head`), `target_config` the target's config.json when the draft is a checkpoint of its
-    own.
+    `config` is the config.json that the quantization comes from and `checkpoint` the directory or hub id it lies in,
+    `prefixes` pairs of runtime prefix and kind (`linear`, `experts`, `head` or `embedding`), `target_config` the
+    target's config.json when the draft is a checkpoint of its own.
     """
-    return {"config": config, "prefixes": list(prefixes), "target_config": target_config}
+    return {"config": config, "prefixes": list(prefixes), "target_config": target_config, "checkpoint": checkpoint}
 
 
 def ask(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -116,6 +117,8 @@ def _quant_config(item: Mapping[str, Any]) -> tuple[Any, Any]:
 
         model_config.quantization = name
         quant_config = get_quant_config(model_config, LoadConfig())
+        if item["checkpoint"]:  # AWQ and GPTQ look which tensors are floats
+            quant_config.maybe_update_config(item["checkpoint"], hf_config=hf_config)
         for model_class in _model_classes(hf_config):
             configure_quant_config(quant_config, model_class)
     if not quant_config.packed_modules_mapping:  # the model class does not import here
@@ -182,10 +185,10 @@ def _bare_layer(prefix: str, kind: str) -> Any:
     import torch
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.fused_moe import RoutedExperts
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     last = prefix.rpartition(".")[2]
-    cls = {"experts": RoutedExperts, "head": ParallelLMHead}.get(kind)
+    cls = {"experts": RoutedExperts, "head": ParallelLMHead, "embedding": VocabParallelEmbedding}.get(kind)
     if cls is None:
         fused = {"qkv_proj": linear.QKVParallelLinear, "gate_up_proj": linear.MergedColumnParallelLinear}
         cls = fused.get(last, linear.ReplicatedLinear)
