@@ -1,6 +1,6 @@
 """What else a reviewer needs beside the number: the draft's stored and effective precision, modes and switches.
 
-The effective side comes from the reports of the engine's processes (`attest.read`), the stored side from the JSON of
+The effective side comes from the reports of the engine's processes (`status.merge`), the stored side from the JSON of
 `drafttools audit CHECKPOINT --json`.
 """
 
@@ -10,13 +10,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttools import attest
 from drafttools.acceptance.records import Run
 from drafttools.errors import DraftToolsError
+from drafttools.status import Status, merge
 
 NOT_TOLD = "not told"
 _SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{7,40})")
@@ -26,18 +26,19 @@ _SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{7,40})")
 class Evidence:
     """Reports of one engine run and the audit of one checkpoint, either possibly absent."""
 
-    reports: list[dict[str, Any]] = field(default_factory=list)
+    status: Status | None = None
     audit: dict[str, Any] | None = None
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """The reports of all processes."""
+        return self.status.reports if self.status else []
 
     def problems(self) -> list[str]:
         """Why the draft's precision may explain a difference; empty when all that is here is clean."""
-        found = []
+        found = list(self.status.problems) if self.status else []
         for report in self.with_drafts():
-            place = f"{report.get('host', '?')}:{report.get('pid', '?')}"
-            found += [f"{place}: {problem}" for problem in attest.problems(report)]
-            found += [f"{place}: {name} reaches the draft ungated" for name in report.get("ungated", [])]
-        if self.reports and not self.with_drafts():
-            found.append("no process of the report built a draft")
+            found += [f"rank {report['rank']}: {sentence}" for sentence in report.get("ungated", [])]
         if self.audit is not None and self.audit["verdict"] not in ("ok", "fixed"):
             found.append(f"audit: {self.audit['verdict']}")
         return found
@@ -53,7 +54,7 @@ def load_evidence(report_dir: Path | None, audit: Path | None) -> Evidence:
     Raises:
         DraftToolsError: a directory without complete reports, or a file that is not an audit.
     """
-    return Evidence(attest.read(report_dir) if report_dir else [], _read_audit(audit) if audit else None)
+    return Evidence(merge(report_dir) if report_dir else None, _read_audit(audit) if audit else None)
 
 
 def _read_audit(path: Path) -> dict[str, Any]:
@@ -69,11 +70,11 @@ def _read_audit(path: Path) -> dict[str, Any]:
 
 def explain_drop(evidence: Evidence) -> str:
     """What the evidence says about a fall in acceptance length."""
-    if not evidence.reports and evidence.audit is None:
+    if evidence.status is None and evidence.audit is None:
         return "whether draft precision explains it is open: give --report and --audit"
     if problems := evidence.problems():
         return f"draft precision may explain it: {'; '.join(problems)}"
-    if not evidence.reports:
+    if evidence.status is None:
         return "not explained by draft precision, as far as the checkpoint goes: no report of the running engine"
     return "not explained by draft precision"
 

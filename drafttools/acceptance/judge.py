@@ -162,12 +162,23 @@ def _bootstrap(
     arms = [_blocks(baseline), _blocks(candidate)]
     draws = sorted(_resample(arms[1], rng) - _resample(arms[0], rng) for _ in range(replicates))
     spread = statistics.pstdev(draws)
-    few = min(len(sweep) for arm in arms for sweep in arm) < MIN_BLOCKS
-    noise = math.hypot(baseline.sampling_error(), candidate.sampling_error()) if few else 0.0
-    if spread < noise / 1e6:
-        return lambda share: statistics.NormalDist(delta, noise).inv_cdf(share)
-    widen = math.hypot(spread, noise) / spread if spread else 1.0
-    return lambda share: delta + widen * (draws[round(share * (replicates - 1))] - delta)
+    widened = _widened(spread, baseline, candidate, arms)
+    if spread <= widened / 1e6:
+        return lambda share: statistics.NormalDist(delta, widened).inv_cdf(share) if widened else delta
+    return lambda share: delta + widened / spread * (draws[round(share * (replicates - 1))] - delta)
+
+
+def _widened(spread: float, baseline: Arm, candidate: Arm, arms: list[list[list[tuple[int, int]]]]) -> float:
+    """The standard error to use; the bootstrap's own where every sweep has enough blocks.
+
+    Otherwise what it sees is the difference between sweeps, (J - 1) / J of it with J sweeps, and the sampling noise of
+    the drafts is added.
+    """
+    if min(len(sweep) for arm in arms for sweep in arm) >= MIN_BLOCKS:
+        return spread
+    sweeps = min(len(arm) for arm in arms)
+    between = spread * math.sqrt(sweeps / max(1, sweeps - 1))
+    return math.hypot(between, baseline.sampling_error(), candidate.sampling_error())
 
 
 def _blocks(arm: Arm) -> list[list[tuple[int, int]]]:

@@ -199,6 +199,7 @@ REPORT: dict[str, Any] = {
     "pid": 1,
     "role": "worker",
     "rank": 0,
+    "world_size": 1,
     "mode": "enforce",
     "way_in": "run",
     "written": 1.0,
@@ -257,9 +258,10 @@ def test_a_drop_with_clean_evidence(tmp_path: Path, monkeypatch: Any, capsys: An
     ("change", "words"),
     [
         ({"mode": "observe"}, "mode is observe"),
-        ({"ungated": ["marlin_input_dtype"]}, "marlin_input_dtype reaches the draft ungated"),
+        ({"ungated": ["marlin_input_dtype reaches the draft"]}, "rank 0: marlin_input_dtype reaches the draft"),
         ({"gates": {"quick_reduce": {"asked": 2, "declined": 1}}}, "quick_reduce"),
-        ({"drafts": []}, "no process of the report built a draft"),
+        ({"drafts": []}, "no worker reported a draft model"),
+        ({"world_size": 2}, "1 of 2 workers did not report"),
     ],
 )
 def test_a_drop_with_unclean_evidence(

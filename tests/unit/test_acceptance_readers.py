@@ -70,7 +70,9 @@ def test_v0_restart_is_a_counter_reset(log: Any) -> None:
 
 
 def test_first_v1_lines_count_an_interval(log: Any) -> None:
-    text = "Speculative metrics: Draft acceptance rate: 0.500, Number of accepted tokens: 30, Number of draft tokens: 60, "
+    text = (
+        "Speculative metrics: Draft acceptance rate: 0.500, Number of accepted tokens: 30, Number of draft tokens: 60, "
+    )
     run = log(f"INFO {text}\nINFO {text}\n", k=3)
     assert (run["drafts"], run["acceptance_length"]) == (40, 2.5)
 
@@ -176,14 +178,16 @@ def test_few_drafts_have_no_shape(log: Any) -> None:
 
 
 NON_DEFAULT = (
-    "(APIServer pid=1) INFO 11-01 00:00:00 [utils.py:253] non-default args: {'model': 'm', 'override_generation_config': "
-    "{'temperature': 0.6}, 'speculative_config': {'method': 'mtp', 'model': 'org/draft', 'num_speculative_tokens': 1%s}}\n"
+    "(APIServer pid=1) INFO 11-01 00:00:00 [utils.py:253] non-default args: {'model': 'm', "
+    "'override_generation_config': {'temperature': 0.6}, 'speculative_config': {'method': 'mtp', 'model': 'org/draft', "
+    "'num_speculative_tokens': 1%s}}\n"
 )
 
 
 def test_configuration_lines(log: Any) -> None:
     run = log(
-        NON_DEFAULT % ", 'rejection_sample_method': 'block'"
+        NON_DEFAULT
+        % ", 'rejection_sample_method': 'block'"
         + "INFO Initializing a V1 LLM engine (v0.33.0) with config: model='m', speculative_config=SpeculativeConfig("
         "method='mtp', model='org/draft', num_spec_tokens=1), tokenizer='m'\n"
         + "INFO Received request: params: SamplingParams(n=1, temperature=0.5, top_p=0.9, top_k=0, min_p=0.0, seed=1)\n"

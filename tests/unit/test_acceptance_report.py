@@ -34,7 +34,9 @@ def report(name: str = HOSTILE) -> str:
     arms = {"baseline": [run("a", 3.0), run("b", 3.0)], "candidate": [run(name, 2.5), run("d", 2.5)]}
     result = compare(arms["baseline"], arms["candidate"])
     summaries = {arm: result[arm]["sweeps"] for arm in arms}
-    return page(draw(dict(arms), {"baseline": result["baseline"]["sd"]}), summaries, [("draft <checkpoint>", "x")], result)
+    return page(
+        draw(dict(arms), {"baseline": result["baseline"]["sd"]}), summaries, [("draft <checkpoint>", "x")], result
+    )
 
 
 class _Tags(HTMLParser):

@@ -53,7 +53,7 @@ def spec_line(drafts: int, positions: list[int]) -> str:
 
 
 def write_log(path: Path, megabytes: int) -> int:
-    """Write a log with one metrics line in forty (a busy server has one in hundreds); return how many metrics lines it holds."""
+    """Write a log with one metrics line in forty (busy servers have one in hundreds); how many of them it holds."""
     rng = random.Random(0)
     block = []
     for _ in range(500):
@@ -71,7 +71,8 @@ def write_log(path: Path, megabytes: int) -> int:
 def measure(megabytes: int) -> dict[str, float]:
     """Read a generated log in a process of its own; seconds, bytes per second of processor time, peak bytes.
 
-    Reading has one thread, so on an idle machine processor time is the time it takes; on a busy one only that is steady.
+    Reading has one thread: on an idle machine its processor time is the time it takes, on a busy one it is the
+    steadier figure.
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "server.log"
@@ -97,7 +98,7 @@ if __name__ == "__main__":
     parser.add_argument("--megabytes", type=int, default=1000)
     found = measure(parser.parse_args().megabytes)
     print(
-        f"{found['bytes'] / 1e6:.0f} MB in {found['seconds']:.1f} s, {found['rate'] / 1e6:.0f} MB per processor second, "
-        f"peak {found['peak'] / 1e6:.0f} MB"
+        f"{found['bytes'] / 1e6:.0f} MB in {found['seconds']:.1f} s, "
+        f"{found['rate'] / 1e6:.0f} MB per processor second, peak {found['peak'] / 1e6:.0f} MB"
     )
     sys.exit(found["rate"] < BYTES_PER_SECOND or found["peak"] > PEAK_BYTES)
