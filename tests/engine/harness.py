@@ -25,6 +25,7 @@ class Served:
     tokens: list[list[int]]
     logprobs: list[list[str]]
     metrics: dict[str, float]
+    round_seconds: list[float]
     reports: Path
     probe: dict[str, Counter[str]]
     log: str
@@ -57,7 +58,13 @@ def engine(
 ) -> Served:
     """Serve in a subprocess; `prefix` is put before the Python command, `extra` into its environment."""
     reports, probe = directory / "reports", directory / "probe"
-    command = [*prefix, sys.executable, "-m", "tests.engine.serve", json.dumps({"gpu_memory_utilization": 0.2, **options})]
+    command = [
+        *prefix,
+        sys.executable,
+        "-m",
+        "tests.engine.serve",
+        json.dumps({"gpu_memory_utilization": 0.2, **options}),
+    ]
     environ = environment(
         DRAFTTOOLS_REPORT_DIR=str(reports),
         SCOPE_PROBE=str(probe),
@@ -72,11 +79,19 @@ def engine(
     lines = [line for line in done.stdout.splitlines() if line.startswith(serve.MARK)]
     if expect_failure:
         assert done.returncode != 0, log[-4000:]
-        return Served([], [], {}, reports, {}, log)
+        return Served([], [], {}, [], reports, {}, log)
     assert done.returncode == 0, log[-4000:]
     assert lines, log[-4000:]
     served = json.loads(lines[-1].removeprefix(serve.MARK))
-    return Served(served["tokens"], served["logprobs"], served["metrics"], reports, _probe_counts(probe), log)
+    return Served(
+        served["tokens"],
+        served["logprobs"],
+        served["metrics"],
+        served["round_seconds"],
+        reports,
+        _probe_counts(probe),
+        log,
+    )
 
 
 def _probe_counts(directory: Path) -> dict[str, Counter[str]]:

@@ -139,9 +139,7 @@ def test_compiled_mtp_from_a_cold_and_a_warm_cache(checkpoints: Path, work: Call
     cache = {"VLLM_CACHE_ROOT": str(work("mtp-cache"))}
     stock = harness.engine(work("mtp-stock"), mtp(checkpoints), target_layers=2, **cache)
     after_stock = _cache_keys(work)
-    cold = harness.engine(
-        work("mtp-cold"), mtp(checkpoints), target_layers=2, flags=("--import-drafttools",), **cache
-    )
+    cold = harness.engine(work("mtp-cold"), mtp(checkpoints), target_layers=2, flags=("--import-drafttools",), **cache)
     after_cold = _cache_keys(work)
     warm = harness.engine(work("mtp-warm"), mtp(checkpoints), target_layers=2, DRAFTTOOLS="enforce", **cache)
     assert_in_effect(cold, "import", "DeepSeekMTP")
