@@ -53,6 +53,7 @@ class Patch:
         name: switch for DRAFTTOOLS_DISABLE and key in reports.
         module: the vLLM module that is changed.
         seams: the functions that are replaced, checked before anything is touched.
+        relies_on: further functions of the module that the patch needs as they are, checked likewise.
         what, why: one or two sentences each, for `drafttools explain` and the docs.
         upstream: where vLLM's side of the matter can be followed.
         retire: when this patch can be deleted.
@@ -76,6 +77,7 @@ class Patch:
     upstream: str
     retire: str
     apply: Callable[[Transaction, ModuleType], None]
+    relies_on: tuple[Seam, ...] = ()
     roles: tuple[str, ...] = ("worker",)
     opt_in: str = ""
     hazard: Callable[[Any, Any], str | None] | None = None
@@ -106,14 +108,15 @@ def check(patch: Patch, tree: Tree) -> Verdict:
     if patch.provides and all(tree.defines(patch.module, name) for name in patch.provides):
         return Verdict("not_needed", f"{patch.module} defines {', '.join(patch.provides)} itself")
     found: list[tuple[Seam, Function]] = []
-    for seam in patch.seams:
+    for seam in (*patch.seams, *patch.relies_on):
         function = tree.function(patch.module, seam.qualname)
         if function is not None:
             found.append((seam, function))
         elif not seam.optional:
             return _missing(patch, tree, f"{patch.module}.{seam.qualname} does not exist")
-    if found and all(set(patch.native) & function.words for _, function in found):
-        return Verdict("not_needed", f"{found[0][0].qualname} already does this")
+    replaced = [function for seam, function in found if seam in patch.seams]
+    if replaced and all(set(patch.native) & function.words for function in replaced):
+        return Verdict("not_needed", f"{patch.seams[0].qualname} already does this")
     for seam, function in found:
         if not _signature_fits(function, seam.parameters):
             takes, expected = ", ".join(function.parameters), ", ".join(seam.parameters)
@@ -121,7 +124,8 @@ def check(patch: Patch, tree: Tree) -> Verdict:
         lacking = [word for word in seam.features if word not in function.words]
         if lacking:
             return _missing(patch, tree, f"{patch.module}.{seam.qualname} does not use {lacking[-1]}")
-    unseen = [seam.qualname for seam, function in found if function.fingerprint not in SEEN.get(patch.name, {})]
+    known = SEEN.get(patch.name, {})
+    unseen = [seam.qualname for seam, function in found if function.fingerprint not in known]
     if unseen:
         return Verdict(
             "applies", f"signature and features match; the source of {', '.join(unseen)} is new to this drafttools"

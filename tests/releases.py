@@ -48,7 +48,7 @@ def fingerprints(sources: dict[str, Tree]) -> dict[str, dict[str, list[str]]]:
     seen: dict[str, dict[str, list[str]]] = {}
     for patch in patches.ALL:
         by_hash = seen[patch.name] = {}
-        for seam in patch.seams:
+        for seam in (*patch.seams, *patch.relies_on):
             for release, tree in sources.items():
                 function = tree.function(patch.module, seam.qualname)
                 if function is not None:

@@ -13,8 +13,8 @@ def fields(patch: Patch) -> list[tuple[str, str]]:
         ("What", patch.what),
         ("Why", patch.why),
         ("Switched on by", f"`{patch.opt_in}`" if patch.opt_in else "always on"),
-        ("Changes", "; ".join(f"`{patch.module}:{_signature(seam)}`" for seam in patch.seams)),
-        ("Relies on", ", ".join(f"`{word}`" for seam in patch.seams for word in seam.features)),
+        ("Changes", f"`{patch.module}`: " + ", ".join(map(_signature, patch.seams))),
+        ("Relies on", ", ".join([*map(_signature, patch.relies_on), *_features(patch)])),
         ("Not needed", _not_needed(patch)),
         ("Sources read", ", ".join(f"`{seen}` ({where})" for seen, where in SEEN.get(patch.name, {}).items())),
         ("Matters in", ", ".join(patch.roles)),
@@ -52,8 +52,12 @@ def markdown() -> str:
     return "\n".join([*lines, ""])
 
 
+def _features(patch: Patch) -> list[str]:
+    return [f"`{word}`" for seam in (*patch.seams, *patch.relies_on) for word in seam.features]
+
+
 def _signature(seam: Seam) -> str:
-    return f"{seam.qualname}({', '.join(seam.parameters)})" if seam.parameters else seam.qualname
+    return f"`{seam.qualname}({', '.join(seam.parameters)})`" if seam.parameters else f"`{seam.qualname}`"
 
 
 def _not_needed(patch: Patch) -> str:

@@ -37,6 +37,11 @@ PATCH = Patch(
             features=("UnquantizedFusedMoEMethod",),
         ),
     ),
+    relies_on=(
+        Seam(
+            "RoutedExperts.load_weights", parameters=("self", "weights"), features=("is_fused_checkpoint_transposed",)
+        ),
+    ),
     what="MTP experts stay in FP8: quantized while they load when `mtp_expert_quantization` is `fp8`, or with the "
     "checkpoint's own bytes and 128x128 scales; they run `drafttools::fp8_experts`.",
     why="vLLM has no FP8 experts for compute capability 7.0, so a V100 holds a draft's experts in FP16.",
