@@ -69,7 +69,7 @@ def engine(
         DRAFTTOOLS_REPORT_DIR=str(reports),
         SCOPE_PROBE=str(probe),
         SCOPE_PROBE_TARGET_LAYERS=str(target_layers),
-        VLLM_CACHE_ROOT=extra.pop("VLLM_CACHE_ROOT", str(directory / "cache")),
+        VLLM_CACHE_ROOT=extra.pop("VLLM_CACHE_ROOT", str(directory.parent / "cache")),
         **extra,
     )
     done = subprocess.run(
