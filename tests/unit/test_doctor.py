@@ -176,7 +176,9 @@ def test_a_feature_that_left_the_function_is_refused_while_the_switch_exists(for
 
 @pytest.mark.vllm
 def test_a_function_that_a_patch_only_relies_on_is_checked_too(fork: Fork) -> None:
-    fork.edit("model_executor/layers/fused_moe/routed_experts.py", r"self\.is_fused_checkpoint_transposed", "False")
+    fork.edit(
+        "model_executor/layers/fused_moe/routed_experts.py", r"self\.is_fused_checkpoint_transposed and", "False and"
+    )
     verdict = fork.verdict("fp8_experts")
     assert verdict.state == "refused"
     assert "RoutedExperts.load_weights does not use is_fused_checkpoint_transposed" in verdict.reason
