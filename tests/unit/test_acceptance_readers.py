@@ -93,6 +93,31 @@ def test_drafts_without_tokens(log: Any) -> None:
     assert log(line(30, 40, [20, 10], drafted=60))["drafts"] == 40
 
 
+def test_nothing_accepted_in_short_steps(log: Any) -> None:
+    """Seven tokens at k = 3 take three drafts at least; with nothing accepted the length is 1 whatever the number."""
+    run = log(line(0, 4, [0, 0, 0], drafted=7))
+    assert (run["drafts"], run["acceptance_length"], run["flags"]) == (3, 1.0, ["drafts_estimated"])
+
+
+def test_no_positions_and_more_than_one_k_fits(log: Any) -> None:
+    """1.01 from 2 of 720 tokens is 133 to 400 drafts, so k is 2, 3, 4 or 5."""
+    text = line(2, 240, [2, 0, 0]).replace(", Per-position acceptance rate: 0.008, 0.000, 0.000", "")
+    run = log(text)
+    assert run["k"] is None
+    assert run["acceptance_length"] == pytest.approx(1.01, abs=0.005)
+    assert log(text, k=3)["drafts"] == 240
+
+
+def test_colours_inside_a_record(log: Any) -> None:
+    text = (
+        line(200, 100, [80, 70, 50])
+        .replace("length: 3.00", "length: \x1b[32m3.00\x1b[0m")
+        .replace("0.700", "\x1b[1m0.700")
+    )
+    run = log(text)
+    assert (run["k"], run["drafts"]) == (3, 100)
+
+
 def test_rust_line_whose_rates_are_from_another_snapshot(log: Any) -> None:
     text = line(200, 100, [80, 70, 50]).replace("0.800, 0.700, 0.500", "0.900, 0.800, 0.700")
     assert log(text)["drafts"] == 100
