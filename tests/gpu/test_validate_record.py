@@ -63,7 +63,14 @@ def outcome(draft: str = "draft_in", **changes: Any) -> Outcome:
 
 
 def results(**outcomes: Outcome) -> dict[str, Any]:
-    env = {"date": "2026-01-02", "command": "c", "gpu": "G, 1.2", "python": "3.12", "system": "Linux"}
+    env = {
+        "date": "2026-01-02",
+        "command": "c",
+        "gpu": "G, 1.2",
+        "python": "3.12",
+        "system": "Linux",
+        "tilelang": "absent",
+    }
     return {"environment": env, "outcomes": {name.replace("_", "-"): asdict(o) for name, o in outcomes.items()}}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import platform
 import re
@@ -102,6 +103,7 @@ def environment() -> dict[str, Any]:
         "gpu": gpu,
         "python": platform.python_version(),
         "system": platform.platform(),
+        "tilelang": "installed" if importlib.util.find_spec("tilelang") else "not installed",
     }
 
 
@@ -155,6 +157,11 @@ def record(results: dict[str, Any]) -> str:
         "| engine | acceptance length | load, s | idle GPU memory, MiB | tokens/s in turns | error |",
         "|---|---|---|---|---|---|",
         *(_engine_row(name, outcome) for name, outcome in outcomes.items()),
+        "",
+        "## Not covered",
+        "",
+        *(f"- {sentence}" for sentence in cases.NOT_COVERED),
+        f"- TileLang on the machine: {env['tilelang']}.",
         "",
     ]
     return "\n".join(lines)
