@@ -124,8 +124,8 @@ ENGINES: list[Engine] = [*_cost_engines(), *_expert_engines(), *_routing_engines
 NOT_COVERED = [
     "Two GPUs: tensor parallelism, all-reduces by path, a lossy reduce under CUDA graphs.",
     "A whole DeepSeek-V4 model: its residual kernels on NVIDIA (vllm/model_executor/kernels/mhc/tilelang.py) are "
-    "TileLang ones. The routing cases run everything else of that failure: vLLM's DeepSeek-V4 quantization config, its expert "
-    "loader and its 4-bit expert kernels, with GLM-4's decoder layers around them.",
+    "TileLang ones. The routing cases run everything else of that failure, with GLM-4's layers around it: vLLM's "
+    "DeepSeek-V4 quantization config, its expert loader and its 4-bit expert kernels.",
     "Qwen4Exp: the FP8 expert cases use GLM-4's MTP class, let in by DRAFTTOOLS_FP8_EXPERTS_UNSUPPORTED=1.",
 ]
 
