@@ -259,9 +259,10 @@ def _moe(prefix: str, hidden: int, experts: int, *, draft: bool, stored: str) ->
     tensors[f"{prefix}.gate.weight"] = torch.randn(experts, hidden)
     tensors[f"{prefix}.gate.e_score_correction_bias"] = torch.zeros(experts)
     projections = _projections(hidden, WIDTH, active=True, draft=draft)
+    noise = {name: _noise(*weight.shape, std=0.002) for name, weight in projections.items()}
     for expert in range(experts):
         for name, weight in projections.items():
-            noisy = weight + _noise(*weight.shape, std=0.002) if stored in ("plain", "fp8") else weight
+            noisy = weight + noise[name].roll(expert, 0) if stored in ("plain", "fp8") else weight
             for role, tensor in STORE[stored](noisy).items():
                 tensors[f"{prefix}.experts.{expert}.{name}.{role}"] = tensor
     return tensors
