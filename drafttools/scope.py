@@ -7,10 +7,11 @@ trace a context variable. Standard library only, since this is imported by every
 
 from __future__ import annotations
 
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any
 
-_in_draft: ContextVar[bool] = ContextVar("drafttools_in_draft", default=False)
+# The open scopes, innermost first: (what is open outside it, vLLM's own scope entered with it), None when there is none.
+_open: ContextVar[tuple[Any, Any] | None] = ContextVar("drafttools_open_scopes", default=None)
 
 # vLLM's own `vllm.config.draft_model_scope` and `in_draft_model`, where the installed vLLM has them.
 _upstream: tuple[Any, Any] | None = None
@@ -20,24 +21,31 @@ def in_draft_model() -> bool:
     """Whether the calling code runs for a draft model."""
     if _upstream is not None:
         return bool(_upstream[1]())
-    return _in_draft.get()
+    return _open.get() is not None
 
 
 class draft_model_scope:
-    """Context manager, re-entrant: inside it `in_draft_model()` is True, afterwards what it was before."""
+    """Context manager: inside it `in_draft_model()` is True, afterwards what it was before.
 
-    __slots__ = ("_token", "_upstream_scope")
+    Re-entrant, the same object too: what is open is kept in the context, none of it in the object.
+    """
+
+    __slots__ = ()
 
     def __enter__(self) -> None:
-        self._token: Token[bool] = _in_draft.set(True)
-        self._upstream_scope = _upstream[0]() if _upstream is not None else None
-        if self._upstream_scope is not None:
-            self._upstream_scope.__enter__()
+        vllm_scope = None
+        if _upstream is not None:
+            vllm_scope = _upstream[0]()
+            vllm_scope.__enter__()
+        _open.set((_open.get(), vllm_scope))
 
     def __exit__(self, *exc: object) -> None:
-        if self._upstream_scope is not None:
-            self._upstream_scope.__exit__(*exc)
-        _in_draft.reset(self._token)
+        entry = _open.get()
+        if entry is None:  # entered in another context
+            return
+        _open.set(entry[0])
+        if entry[1] is not None:
+            entry[1].__exit__(*exc)
 
 
 def delegate_to(upstream_scope: Any, upstream_in_draft: Any) -> None:
