@@ -40,9 +40,11 @@ def merge(directory: Path) -> Status:
 
 
 def _missing_workers(workers: list[dict[str, Any]]) -> list[str]:
-    world = max((report["world_size"] for report in workers), default=0)
-    ranks = {report["rank"] for report in workers}
     if not workers:
         return ["no worker reported: the process that loads the models was not reached"]
-    missing = [str(rank) for rank in range(world) if rank not in ranks]
-    return [f"{len(missing)} of {world} workers did not report (rank {', '.join(missing)})"] if missing else []
+    world = max(report["world_size"] for report in workers)
+    if len(workers) >= world:
+        return []
+    # Data-parallel engines of their own count ranks from 0 each, so ranks only name who is missing.
+    absent = [str(rank) for rank in range(world) if rank not in {report["rank"] for report in workers}]
+    return [f"{world - len(workers)} of {world} workers did not report (rank {', '.join(absent)})"]

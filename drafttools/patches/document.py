@@ -56,6 +56,19 @@ def _features(patch: Patch) -> list[str]:
     return [f"`{word}`" for seam in (*patch.seams, *patch.relies_on) for word in seam.features]
 
 
+def readme(text: str) -> str:
+    """README.md with the table of patches between its `patches` marks made anew."""
+    rows = [f"| [{p.name}](docs/patches.md#{p.name}) | {p.what} | {_cell(p.opt_in) or 'always'} |" for p in patches.ALL]
+    table = "\n".join(["| patch | what it does | matters with |", "|---|---|---|", *rows])
+    before, rest = text.split("<!-- patches -->")
+    return f"{before}<!-- patches -->\n{table}\n<!-- /patches -->{rest.split('<!-- /patches -->')[1]}"
+
+
+def _cell(code: str) -> str:
+    """Code in a table cell, where a bar would end it."""
+    return f"`{code}`".replace("|", "\\|") if code else ""
+
+
 def _signature(seam: Seam) -> str:
     return f"`{seam.qualname}({', '.join(seam.parameters)})`" if seam.parameters else f"`{seam.qualname}`"
 
@@ -69,3 +82,11 @@ def _not_needed(patch: Patch) -> str:
     if patch.native:
         reasons.append(f"the source already uses {' or '.join(f'`{word}`' for word in patch.native)}")
     return "when " + ", or when ".join(reasons) if reasons else ""
+
+
+if __name__ == "__main__":
+    from pathlib import Path
+
+    root = Path(__file__).parents[2]
+    (root / "docs" / "patches.md").write_text(markdown())
+    (root / "README.md").write_text(readme((root / "README.md").read_text()))
