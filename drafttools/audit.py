@@ -64,7 +64,7 @@ def audit(
     method: str | None = None,
     target_config: str | None = None,
     asked: Sequence[str] = (),
-    ask_stock: Ask = stock.ask,
+    ask_stock: Ask | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Audit:
     """Audit a checkpoint's draft.
@@ -75,7 +75,7 @@ def audit(
         method: the speculative method that will be asked for.
         target_config: directory or hub id whose config.json is the target's, when `checkpoint` is a draft alone.
         asked: runtime prefixes to answer for besides the draft's own modules.
-        ask_stock: where stock's answers come from.
+        ask_stock: where stock's answers come from; a vLLM process of its own by default.
         progress: called with files done and files in all.
 
     Raises HeaderError or NoHeadersError for checkpoints that cannot be read.
@@ -89,7 +89,7 @@ def audit(
     _check_method(result, source.checkpoint, method)
     used = _config_used(source.checkpoint.config, of_target, method)
     lookups = {prefix: source.lookup(prefix) for prefix in dict.fromkeys([*prefixes, *asked])}
-    replies = _ask(result, lookups, used, of_target, source.checkpoint, ask_stock)
+    replies = _ask(result, lookups, used, of_target, source.checkpoint, ask_stock or stock.ask)
     for prefix, lookup in lookups.items():
         result.modules.append(_row(result, source, prefix, lookup, replies.get(prefix), _family(used)))
     result.missing = list(dict.fromkeys(result.missing))

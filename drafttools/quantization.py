@@ -216,17 +216,23 @@ def _place(model_config: Any) -> tuple[str, str | None]:
 def _open(key: _Key) -> Source:
     """Read the draft's headers. Raises HeaderError for a broken checkpoint; none at all leaves layers unverified."""
     (draft, revision), (target, _) = key.where
-    target_config = None if draft == target else _as_dict(key.target.hf_config)
+    embedded = draft == target
+    target_config = None if embedded else _as_dict(key.target.hf_config)
     try:
         return source_of(read_checkpoint(draft, revision), target_config)
     except NoHeadersError as error:
         attest.note(f"draft quantization is unverified: {error}")
-        return source_of(Checkpoint(draft, _as_dict(key.draft.hf_config), {}), target_config, note=str(error))
+        # vLLM rewrites a draft's config for its MTP classes; the target's is as the checkpoint has it.
+        own = _as_dict((key.target if embedded else key.draft).hf_config)
+        return source_of(Checkpoint(draft, own, {}), target_config, note=str(error))
 
 
 def _as_dict(hf_config: Any) -> dict[str, Any]:
+    """A transformers config as its config.json; `to_dict` takes `model_type` from the class, which may be generic."""
     values: dict[str, Any] = hf_config.to_dict()
-    return values
+    values["model_type"] = getattr(hf_config, "model_type", "")
+    nested = getattr(hf_config, "text_config", None)
+    return values | ({"text_config": _as_dict(nested)} if hasattr(nested, "to_dict") else {})
 
 
 # --- building methods, as the installed vLLM builds them ---

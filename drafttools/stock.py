@@ -62,8 +62,13 @@ def ask(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return replies
 
 
+def answers(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Answer requests in this process (the child's side of `ask`)."""
+    return [answer(item) for item in requests]
+
+
 def answer(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer one request in this process (the child's side of `ask`)."""
+    """Answer one request in this process."""
     reply: dict[str, Any] = {"vllm": None, "config": None, "error": None, "answers": {}}
     try:
         import vllm
@@ -236,4 +241,4 @@ def _sentence(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps([answer(item) for item in json.load(sys.stdin)]))
+    print(json.dumps(answers(json.load(sys.stdin))))

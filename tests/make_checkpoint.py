@@ -1,4 +1,4 @@
-"""Checkpoint directories from headers: the bytes are random but repeatable, only dtype, shape and name carry meaning."""
+"""Checkpoint directories from headers: random but repeatable bytes; only dtype, shape and name carry meaning."""
 
 from __future__ import annotations
 

@@ -33,8 +33,9 @@ def read(content: bytes) -> dict[str, Tensor] | None:
         try:
             return read_header(path)
         except HeaderError as error:
-            assert str(path) in str(error)
-            return None
+            refusal = str(error)
+    assert str(path) in refusal
+    return None
 
 
 def file_of(header: dict[str, tuple[str, list[int]]]) -> bytes:

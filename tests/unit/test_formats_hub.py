@@ -22,12 +22,13 @@ READ = """
 import json, sys
 from drafttools.formats import read_checkpoint
 checkpoint = read_checkpoint(sys.argv[1])
-print(json.dumps({"tensors": {n: [t.dtype, t.shape] for n, t in checkpoint.tensors.items()}, "config": checkpoint.config}))
+tensors = {name: [tensor.dtype, tensor.shape] for name, tensor in checkpoint.tensors.items()}
+print(json.dumps({"tensors": tensors, "config": checkpoint.config}))
 """
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The three requests that the client makes: HEAD and GET of files with ranges, and a repository that is not there."""
+    """What the client asks for: HEAD and GET of files, with ranges; and a repository that is not there."""
 
     root: ClassVar[Path]
     sent: ClassVar[int] = 0
