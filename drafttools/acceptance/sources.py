@@ -78,10 +78,8 @@ def read_pair(before: str, after: str, rules: Rules) -> Run:
 class _Forgiving(io.RawIOBase):
     """The bytes of a file, unpacked if gzip; a damaged end is an end, and noted."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        packed = file.read(2) == GZIP_MAGIC
-        file.seek(0)
+    def __init__(self, file: io.BufferedReader) -> None:
+        packed = file.peek(2)[:2] == GZIP_MAGIC
         # read1 hands over what was unpacked before the damage; read would lose it.
         self.read_some = gzip.GzipFile(fileobj=file).read1 if packed else file.read
         self.truncated = False
@@ -105,7 +103,7 @@ class _Source:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self.file: BinaryIO = Path(path).open("rb")  # noqa: SIM115, closed by __exit__
+            self.file = Path(path).open("rb")  # noqa: SIM115, closed by __exit__
         except OSError as error:
             raise DraftToolsError(f"{path}: {error.strerror or error}; give a readable log, scrape or result") from None
         self.size = Path(path).stat().st_size
@@ -143,8 +141,8 @@ def _scrape(file: _Source) -> Scrape:
 
 @contextmanager
 def _progress(file: _Source) -> Iterator[Callable[[int], None]]:
-    """A progress bar over the file's bytes, on a terminal only."""
-    if not sys.stderr.isatty():
+    """A progress bar over the file's bytes, on a terminal and for a file of known size only."""
+    if not sys.stderr.isatty() or not file.file.seekable():
         yield lambda _: None
         return
     from rich.console import Console

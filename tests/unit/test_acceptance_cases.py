@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,12 @@ def test_as_a_process(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["runs"][0]["drafts"] == 1220
+
+
+def test_from_a_pipe(monkeypatch: Any, capsys: Any) -> None:
+    """`acceptance <(kubectl logs POD)`: a source that cannot seek."""
+    readable, writable = os.pipe()
+    with os.fdopen(writable, "w") as pipe:
+        pipe.write("\n".join(CASES[0]["lines"]))
+    assert run_cli(monkeypatch, capsys, "acceptance", f"/dev/fd/{readable}")["runs"][0]["drafts"] == 1220
+    os.close(readable)
