@@ -8,16 +8,18 @@ that differ as a whole, scale all the probabilities of an interval alike.
 from __future__ import annotations
 
 import argparse
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from drafttools.acceptance.judge import compare
 from drafttools.acceptance.records import Rules, Run, Sample
 from drafttools.errors import DraftToolsError
 
-# Conditional acceptance by position; acceptance length 3.92 at k = 5.
+# Conditional acceptance by position; acceptance length 3.97 at k = 5.
 CONDITIONAL = (0.94, 0.85, 0.76, 0.68, 0.52)
 SWEEPS = 2
 DRAFTS_PER_SWEEP = 10_000
@@ -58,13 +60,19 @@ def acceptance_length(scale: float) -> float:
     return total
 
 
+@cache
+def _lengths() -> tuple[list[float], list[float]]:
+    """AL by scale, up to a draft that is never rejected."""
+    scales = [step / 2000 for step in range(round(2000 / min(CONDITIONAL)) + 1)]
+    return [acceptance_length(scale) for scale in scales], scales
+
+
 def scale_for(length: float) -> float:
-    """The scale that gives this AL, by bisection."""
-    low, high = 0.0, 1.0 / min(CONDITIONAL)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if acceptance_length(middle) < length else (low, middle)
-    return low
+    """The scale that gives this AL, interpolated."""
+    lengths, scales = _lengths()
+    place = min(max(bisect(lengths, length), 1), len(lengths) - 1)
+    share = (length - lengths[place - 1]) / (lengths[place] - lengths[place - 1])
+    return scales[place - 1] + share * (scales[place] - scales[place - 1])
 
 
 def simulate_arm(scene: Scene, effect: float, rng: Any) -> list[Run]:
