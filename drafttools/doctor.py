@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -87,7 +88,7 @@ def _wrapt() -> list[str]:
         found = importlib.metadata.version("wrapt")
     except importlib.metadata.PackageNotFoundError:
         return ["wrapt is not installed: no patch can be applied (pip install wrapt)"]
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST_WRAPT:
+    if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < OLDEST_WRAPT:
         return [f"wrapt {found} is too old: drafttools needs {'.'.join(map(str, OLDEST_WRAPT))} (pip install -U wrapt)"]
     return []
 
@@ -128,8 +129,11 @@ def _other_interpreter(command: str | None) -> list[str]:
 def _shebang(script: str | None) -> list[str]:
     if script is None:
         return []
-    with open(script, "rb") as file:
-        first = file.readline(4096)
+    try:
+        with open(script, "rb") as file:
+            first = file.readline(4096)
+    except OSError:
+        return []
     return first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
 
 

@@ -309,6 +309,15 @@ def test_without_site_packages_neither_the_plugin_nor_wrapt_is_there() -> None:
     assert any_with(found, "wrapt is not installed")
 
 
+def test_an_old_wrapt_is_named(tmp_path: Path) -> None:
+    for version, old in (("1.16.0", True), ("1.17rc1", False)):
+        folder = tmp_path / version
+        (folder / f"wrapt-{version}.dist-info").mkdir(parents=True)
+        (folder / f"wrapt-{version}.dist-info" / "METADATA").write_text(f"Name: wrapt\nVersion: {version}\n")
+        found = obstacles(PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]))
+        assert any_with(found, f"wrapt {version} is too old") == old
+
+
 def test_vllm_plugins_without_our_name_is_named() -> None:
     assert any_with(obstacles(VLLM_PLUGINS="other"), "VLLM_PLUGINS='other'")
     assert not any_with(obstacles(VLLM_PLUGINS="other,drafttools"), "VLLM_PLUGINS")
