@@ -200,7 +200,7 @@ class Change:
 
 @dataclass
 class ItemChange(Change):
-    """One key that was added to a dictionary."""
+    """One key of a dictionary that was added or replaced."""
 
     def in_place(self) -> bool:
         return self.owner.get(self.name, _ABSENT) is self.replacement
@@ -214,7 +214,10 @@ class ItemChange(Change):
     def undo(self) -> str | None:
         if not self.in_place():
             return f"the key {self.name} was replaced by other code after drafttools"
-        del self.owner[self.name]
+        if self.original is _ABSENT:
+            del self.owner[self.name]
+        else:
+            self.owner[self.name] = self.original
         return None
 
 
@@ -233,7 +236,7 @@ class Transaction:
 
     def add_item(self, mapping: dict[str, Any], key: str, value: Any) -> None:
         """Add a key to a dictionary that vLLM reads."""
-        self.changes.append(ItemChange(mapping, key, _ABSENT, value))
+        self.changes.append(ItemChange(mapping, key, mapping.get(key, _ABSENT), value))
         mapping[key] = value
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -263,15 +266,14 @@ class Transaction:
 
     def wrap_family(self, base: type, names: tuple[str, ...], wrapper: Callable[..., Any]) -> None:
         """Wrap methods of a class, of every subclass, and of subclasses that are defined later."""
-        for cls in _with_subclasses(base):
+        for cls in dict.fromkeys(_with_subclasses(base)):  # a class with two ways to the base comes twice
             self._wrap_own(cls, names, wrapper)
         # Kept as a classmethod on the base, so that a subclass's own __init_subclass__ still reaches it by super().
-        inherited = base.__init_subclass__
+        own = vars(base).get("__init_subclass__")
 
         def init_subclass(cls: Any, /, **kwargs: Any) -> None:
-            inherited_function = getattr(inherited, "__func__", None)
-            if inherited_function is not None:
-                inherited_function(cls, **kwargs)
+            if own is not None:
+                own.__func__(cls, **kwargs)
             else:
                 super(base, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
             self._wrap_own(cls, names, wrapper)
@@ -318,6 +320,7 @@ class Applied:
     reason: str = ""
     transaction: Transaction = field(default_factory=Transaction)
     module: ModuleType | None = None
+    earlier: list[Transaction] = field(default_factory=list)  # on classes that a reload has replaced
 
     def try_apply(self, tree: Tree, *, finished: bool = False) -> None:
         """Apply once the module has finished importing; apply again if it was reloaded or re-imported.
@@ -343,8 +346,11 @@ class Applied:
         self._apply(module, verdict, tree)
 
     def _apply(self, module: ModuleType, verdict: Verdict, tree: Tree) -> None:
-        # What stands in modules that were not reloaded is kept, so that it can still be undone.
-        self.transaction = Transaction(tree, [c for c in self.transaction.changes if not c.outdated(module)])
+        # What stands in other modules, and on classes from before a reload, is kept, so that it can still be undone.
+        before = self.transaction
+        self.transaction = Transaction(tree, [c for c in before.changes if not c.outdated(module)])
+        before.changes = [c for c in before.changes if c.outdated(module) and c.owner is not module]
+        self.earlier.append(before)
         try:
             self.patch.apply(self.transaction, module)
             if not self.in_place():
@@ -369,7 +375,7 @@ class Applied:
 
     def undo(self) -> list[str]:
         """Put back what was changed; a foreign wrapper on top of ours is left alone and named."""
-        failed = self.transaction.roll_back()
+        failed = [sentence for made in (self.transaction, *reversed(self.earlier)) for sentence in made.roll_back()]
         if failed:
             self.reason = "; ".join(failed)
         elif self.state in (State.APPLIED, State.IN_EFFECT):

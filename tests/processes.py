@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -68,7 +69,9 @@ class VllmProcess:
         )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -82,8 +85,9 @@ class VllmProcess:
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        source = Path(inspect.getfile(function)).relative_to(ROOT).with_suffix("")
         request = {
-            "function": f"{function.__module__}:{function.__qualname__}",
+            "function": f"{'.'.join(source.parts)}:{function.__qualname__}",
             "arguments": arguments,
             "environment": {"DRAFTTOOLS": mode, **environ},
         }

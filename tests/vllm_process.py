@@ -5,6 +5,7 @@ Requests and replies are JSON, one a line, on stdin and the original stdout.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -36,6 +37,8 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever vLLM prints is no reply
     import_vllm()
+    gc.collect()
+    gc.freeze()  # vLLM's loaders and graph wrappers collect garbage, which takes a second with all of this on the heap
     for line in sys.stdin:
         reply(json.loads(line), replies)
 
@@ -56,6 +59,18 @@ def import_vllm() -> None:
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("vllm"):
                 raise
+    parse_vllm()
+
+
+def parse_vllm() -> None:
+    """Read vLLM's source where drafttools will look for it, so that no fork has to."""
+    from drafttools import engine, patches
+    from drafttools.patching import check
+
+    tree = engine._vllm_tree()
+    assert tree is not None
+    for patch in patches.ALL:
+        check(patch, tree)
 
 
 def family_modules() -> list[str]:

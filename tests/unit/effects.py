@@ -38,15 +38,11 @@ def in_scope(function: Callable[[], Any]) -> Any:
 
 def needed() -> list[str]:
     """The patches that this vLLM needs, in this process."""
-    from pathlib import Path
-
-    import vllm
-
-    from drafttools import patches
+    from drafttools import engine, patches
     from drafttools.patching import check
-    from drafttools.source import Tree
 
-    tree = Tree(Path(vllm.__file__).parent)
+    tree = engine._vllm_tree()
+    assert tree is not None
     return [patch.name for patch in patches.ALL if check(patch, tree).state != "not_needed"]
 
 
@@ -101,7 +97,11 @@ def real_config() -> Any:
     )
     config.model_config = target
     config.speculative_config = SimpleNamespace(
-        target_model_config=target, draft_model_config=draft, method="draft_model", kv_cache_dtype=None, moe_backend=None
+        target_model_config=target,
+        draft_model_config=draft,
+        method="draft_model",
+        kv_cache_dtype=None,
+        moe_backend=None,
     )
     return config
 
@@ -373,9 +373,7 @@ def graph_wrapper_runs(draft: bool) -> dict[str, list[bool]]:
 def breakable_wrapper_runs(draft: bool) -> dict[str, list[bool]]:
     from vllm.compilation import breakable_cudagraph
 
-    return wrapper_runs(
-        breakable_cudagraph, breakable_cudagraph.BreakableCUDAGraphWrapper, "entries", "capture", draft
-    )
+    return wrapper_runs(breakable_cudagraph, breakable_cudagraph.BreakableCUDAGraphWrapper, "entries", "capture", draft)
 
 
 def _runs_in_scope(runs: Callable[[bool], dict[str, list[bool]]]) -> bool:
@@ -576,7 +574,9 @@ def aiter_bmm(on: bool) -> Iterator[Ask]:
 
 def marlin_aliases() -> list[str]:
     """vLLM modules loaded by now that bind the function by name."""
-    return sorted(name for name, m in list(sys.modules.items()) if "get_marlin_input_dtype" in getattr(m, "__dict__", ()))
+    return sorted(
+        name for name, m in list(sys.modules.items()) if "get_marlin_input_dtype" in getattr(m, "__dict__", ())
+    )
 
 
 @gate("marlin_input", lowered=["torch.int8"], safe=["None"])
@@ -655,3 +655,29 @@ def matches_draft_names() -> bool:
     ask = lambda: type(config.get_quant_method(layer, "draft_model.model.layers.0.mlp.down_proj")).__name__  # noqa: E731
     with current_model(dtype=torch.bfloat16):
         return ask() == "Fp8LinearMethod" and in_scope(ask) == "UnquantizedLinearMethod"
+
+
+@effect("expert_option")
+def accepts_option() -> bool:
+    from vllm.config import SpeculativeConfig
+
+    from drafttools.patches import expert_option
+
+    ngram = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 2}
+    return getattr(SpeculativeConfig(**ngram, **{expert_option.NAME: None}), expert_option.NAME, "") is None
+
+
+@effect("fp8_experts")
+def keeps_experts_in_fp8() -> bool:
+    """A draft's RoutedExperts on a simulated V100, whose checkpoint holds them in FP16."""
+    import tempfile
+    from pathlib import Path
+
+    from drafttools.experts.method import Fp8ExpertsMethod
+    from tests.unit import expert_layers
+
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = expert_layers.write_checkpoint(Path(directory), expert_layers.fp16_stream(), None)
+        speculative = expert_layers.speculative_config(checkpoint)
+        with expert_layers.draft_load(speculative), expert_layers.volta():
+            return isinstance(expert_layers.build().quant_method, Fp8ExpertsMethod)
