@@ -6,6 +6,7 @@ from drafttools.patches import (
     breakable_graph_scope,
     compile_cache,
     custom_proposer_scope,
+    draft_dtype,
     draft_quantization,
     expert_option,
     extract_proposer_scope,
@@ -49,6 +50,7 @@ ALL: tuple[Patch, ...] = tuple(
         linear_activation,
         online_quantization,
         draft_quantization,
+        draft_dtype,
         expert_option,
         fp8_experts,
     )
