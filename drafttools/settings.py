@@ -51,15 +51,17 @@ def inject_dir() -> str:
 
 def prepare_children(environ: MutableMapping[str, str], *, mode: str, way_in: str) -> None:
     """Set in `environ` what child processes (spawned workers, Ray actors, model inspection) need to follow."""
-    environ.setdefault(MODE, mode)
-    environ.setdefault(WAY_IN, way_in)
+    for variable, value in ((MODE, mode), (WAY_IN, way_in)):
+        if not environ.get(variable, "").strip():
+            environ[variable] = value
     if RUN_ID not in environ:
         import time
 
         environ[RUN_ID] = f"{os.uname().nodename}-{os.getpid()}-{int(time.time())}"
-    paths = [p for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    if inject_dir() not in paths:
-        environ["PYTHONPATH"] = os.pathsep.join([inject_dir(), *paths])
+    before = environ.get("PYTHONPATH", "")
+    if inject_dir() not in before.split(os.pathsep):
+        # An empty entry means the current directory, so the rest stays as it is.
+        environ["PYTHONPATH"] = inject_dir() + (os.pathsep + before if before else "")
     for variable, item in ((RAY_PREFIXES, "DRAFTTOOLS"), (RAY_NAMES, "PYTHONPATH")):
         items = [i for i in environ.get(variable, "").split(",") if i]
         if item not in items:

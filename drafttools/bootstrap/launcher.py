@@ -23,13 +23,27 @@ def environment(mode: str, report: Path | None, base: dict[str, str]) -> dict[st
 def warnings(command: list[str], environ: dict[str, str]) -> list[str]:
     """What would keep drafttools out of the command or of its children, one sentence each."""
     found = []
-    flags = [word for word in command[1:] if word.startswith("-") and not word.startswith("--")]
-    if "python" in os.path.basename(command[0]) and any(set(flag) & set("ISE") for flag in flags[:3]):
+    if "python" in os.path.basename(command[0]) and _interpreter_flags(command) & set("ISE"):
         found.append("python -I, -S and -E skip sitecustomize; only the vLLM plugin can activate drafttools then")
     plugins = environ.get("VLLM_PLUGINS")
     if plugins is not None and "drafttools" not in plugins.split(","):
         found.append(f"VLLM_PLUGINS={plugins!r} leaves the drafttools plugin out; only sitecustomize activates it")
     return found
+
+
+def _interpreter_flags(command: list[str]) -> set[str]:
+    """The one-letter options that Python itself gets: those before the script, module or code."""
+    flags: set[str] = set()
+    words = iter(command[1:])
+    for word in words:
+        if not word.startswith("-") or word.startswith("--"):
+            break
+        flags |= set(word[1:])
+        if word in ("-X", "-W"):
+            next(words, None)
+        elif set(word) & set("cmXW"):  # the rest of the word, or the next one, is its argument
+            break
+    return flags
 
 
 def run(command: list[str], mode: str, report: Path | None) -> None:

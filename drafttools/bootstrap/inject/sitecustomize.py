@@ -18,13 +18,16 @@ def _activate():
     root = os.path.dirname(os.path.dirname(os.path.dirname(here)))
     os.environ.setdefault("DRAFTTOOLS_WAY_IN", "inject")
     os.environ["DRAFTTOOLS_HOOK"] = "sitecustomize:%d" % os.getpid()
-    sys.path.append(root)
+    added = root not in sys.path
+    if added:
+        sys.path.append(root)
     try:
         import drafttools  # noqa: F401
     except Exception as error:
         sys.stderr.write("drafttools: not active in this process: %s: %s\n" % (type(error).__name__, error))
     finally:
-        sys.path.remove(root)
+        if added and root in sys.path:
+            sys.path.remove(root)
 
 
 def _run_next():
@@ -32,8 +35,11 @@ def _run_next():
     from importlib.util import module_from_spec
 
     here = os.path.dirname(os.path.abspath(__file__))
-    others = [p for p in sys.path if os.path.abspath(p or os.curdir) != here]
-    spec = PathFinder.find_spec("sitecustomize", others)
+    places = [os.path.abspath(p or os.curdir) for p in sys.path]
+    # Only what comes after us: whoever stands before us has already run, and may have us as its own next.
+    start = places.index(here) + 1 if here in places else 0
+    later = [p for p, place in zip(sys.path[start:], places[start:]) if place != here]
+    spec = PathFinder.find_spec("sitecustomize", later)
     if spec is None or spec.loader is None:
         return
     module = module_from_spec(spec)
