@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,25 @@ ROOT = Path(__file__).parents[2]
 PROBE = ROOT / "tests" / "engine" / "probe"
 STAGGER_S = 1.0
 POLL_S = 0.05
+TURNS_S = 45  # for all turns, after the deadline
+INSPECTED = "inspected"
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "EagleLlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3DSparkModel",
+    "DeepseekV3ForCausalLM",
+    "DeepSeekMTPModel",
+    "Glm4MoeForCausalLM",
+    "Glm4MoeMTPModel",
+)
+INSPECT = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from vllm.model_executor.models.registry import ModelRegistry
+with ThreadPoolExecutor() as pool:
+    list(pool.map(lambda name: ModelRegistry.models[name].inspect_model_cls(), sys.argv[1:]))
+"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +75,9 @@ class Running:
 
     def __init__(self, engine: Engine, checkpoints: Path, directory: Path) -> None:
         self.engine, self.directory = engine, directory / engine.name
-        self.directory.mkdir(parents=True)
+        (self.directory / "cache").mkdir(parents=True)
+        # What vLLM finds out about model classes is shared, compiled graphs are not.
+        (self.directory / "cache" / "modelinfos").symlink_to(directory / INSPECTED / "modelinfos")
         self.reports, self.log = self.directory / "reports", self.directory / "stderr"
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.started = time.monotonic()
@@ -145,11 +167,19 @@ def _environment(engine: Engine, directory: Path) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if engine.in_process else "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         **engine.environ,
     }
+
+
+def inspect_models(directory: Path) -> subprocess.Popen[bytes]:
+    """Let vLLM inspect the model classes once for all engines: each would start a process for each of its own."""
+    (directory / INSPECTED / "modelinfos").mkdir(parents=True)
+    environ = {**os.environ, "VLLM_CACHE_ROOT": str(directory / INSPECTED), "DRAFTTOOLS": "off"}
+    return subprocess.Popen([sys.executable, "-c", INSPECT, *ARCHITECTURES], env=environ, cwd=ROOT)
 
 
 @dataclass
@@ -183,6 +213,7 @@ def run(
         deadline: time.monotonic() after which what is not ready is stopped and reported as such.
     """
     waiting = sorted(engines, key=lambda engine: not engine.takes_turns)
+    finishing = ThreadPoolExecutor()  # leaving takes seconds; the others must not wait for it
     outcomes = {engine.name: Outcome() for engine in waiting}
     alive: list[Running] = []
     parked: list[Running] = []
@@ -198,16 +229,18 @@ def run(
                 if running.engine.takes_turns and not outcomes[running.engine.name].error:
                     parked.append(running)
                 else:
-                    _finish(running, outcomes[running.engine.name])
+                    finishing.submit(_finish, running, outcomes[running.engine.name])
         time.sleep(POLL_S)
     for running in alive:
         outcomes[running.engine.name].error = f"not ready in time; last line: {running.failure()}"
         running.stop(grace_s=0)
     for engine in waiting:
         outcomes[engine.name].error = "not started: no time was left"
+    finishing.shutdown(wait=True)  # so that nothing else runs during the turns
     _take_turns(parked, outcomes, turn, turns, deadline)
-    for running in parked:
-        _finish(running, outcomes[running.engine.name])
+    with ThreadPoolExecutor() as leaving:
+        for running in parked:
+            leaving.submit(_finish, running, outcomes[running.engine.name])
     return outcomes
 
 
@@ -237,10 +270,12 @@ def _take_turns(
         groups.setdefault(running.engine.takes_turns, []).append(running)
     for members in groups.values():
         for number in range(turns):
+            if time.monotonic() > deadline + TURNS_S:
+                return
             order = members if number % 2 == 0 else members[::-1]
             for running in order:
                 running.ask(turn)
-                answer = running.answer(min(60.0, deadline + 60 - time.monotonic()))
+                answer = running.answer(deadline + TURNS_S - time.monotonic())
                 if answer is not None:
                     outcomes[running.engine.name].answers.append(_counted(answer))
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import cases
-from tests.gpu.engines import Engine, Outcome, run
+from tests.gpu.engines import Engine, Outcome, inspect_models, run
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("give --out or --render")
     results = validate(options.out, chosen(options.only), options.at_once, options.budget, options.turns)
     rows = verdicts(results)
-    for name, verdict, detail in rows:
-        print(f"{verdict:8} {name}: {detail}")
+    for name, verdict, detail in sorted(rows, key=lambda row: row[1] != "not run"):
+        print(f"{verdict:8} {name}: {detail[:180]}")
     sys.exit(any(verdict != "holds" for _, verdict, _ in rows))
 
 
@@ -64,7 +64,9 @@ def validate(out: Path, engines: list[Engine], at_once: int, budget_s: float, tu
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="drafttools-gpu-") as work:
         directory = Path(work)
+        inspection = inspect_models(directory / "engines")
         checkpoints.make_all(directory / "checkpoints")
+        inspection.wait()
         print(f"checkpoints made in {time.monotonic() - started:.0f} s", flush=True)
         outcomes = run(
             engines,
