@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from drafttools import doctor, patches, settings
+from drafttools.errors import DraftToolsError
 from drafttools.patches import document
 from drafttools.patching import Verdict
 from drafttools.source import Tree
@@ -91,8 +92,11 @@ def page_column(version: str) -> dict[str, str]:
 
 
 def known_trees() -> list[Path]:
-    tree = vllm_tree()
-    return [doctor.installed(), *([tree / "vllm"] if tree is not None else [])]
+    roots = [tree / "vllm"] if (tree := vllm_tree()) is not None else []
+    try:
+        return [doctor.installed(), *roots]
+    except DraftToolsError:  # said by the other tests; this one runs while pytest collects
+        return roots
 
 
 @pytest.mark.vllm
