@@ -23,6 +23,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // ---------------------------------------------------------------- driver API
 
 // The few declarations of CUDA 12's cuda.h that are used here (the driver's ABI does not change).
@@ -46,7 +48,7 @@ struct CUlaunchConfig {
   CUlaunchAttribute* attributes;
   unsigned int attribute_count;
 };
-constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76, kMaxSharedPerBlockOptin = 97;
+constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76, kMaxSharedPerBlockOptin = 97, kProcessors = 16;
 constexpr int kMaxDynamicShared = 8;              // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kProgrammaticSerialization = 6;     // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr int kCaptureRelaxed = 2;                // CU_STREAM_CAPTURE_MODE_RELAXED
@@ -120,13 +122,14 @@ const Image* image_named(const char* name) {
 struct TileKernels {  // the grouped route with up to `tokens` tokens of one expert in a block
   int tokens;
   bool tiled;  // gate/up over shared memory, for prefill
+  int gate_up_shared;
   CUfunction gate_up, down;
 };
 
 struct Kernels {  // one device's
-  int arch = 0, max_shared = 0;
+  int arch = 0, max_shared = 0, processors = 0;
   CUfunction route, reduce, gate_up_direct, down_direct;
-  TileKernels tiles[4];
+  TileKernels tiles[3];
   int tile_count = 0;
 };
 
@@ -137,8 +140,18 @@ CUfunction kernel(const Driver& driver, CUmodule module, const std::string& name
   return function;
 }
 
-int gate_up_shared(const TileKernels& tile) {
-  return tile.tiled ? kTiledStages * tile.tokens * kTiledPitch * 2 : 0;
+constexpr int kStaticShared = 4096;  // more than route or a down kernel declares
+
+// Dynamic shared memory of the kernels; before sm_80 their queues are in registers.
+int gate_up_shared(int arch, int tokens, bool tiled, int groups) {
+  if (arch < 80) return 0;
+  if (tiled) return queue_bytes(kTiledWarps, kTiledStages, 4) + kTiledStages * tokens * kTiledPitch * 2;
+  return queue_bytes(kGateWarps, kGateStages, 2 * groups + 2 * ceil_div(tokens, 8));
+}
+
+int down_shared(int arch, int tokens, int local) {
+  const int words = down_steps(10 * arch) * kDownRows / 8;
+  return (arch >= 80 ? queue_bytes(kDownWarps, kDownSlots, words) : 0) + tokens * (local + 8) * 2;
 }
 
 Kernels load_kernels(const Driver& driver, int device) {
@@ -147,6 +160,7 @@ Kernels load_kernels(const Driver& driver, int device) {
   driver.check(driver.device_get_attribute(&major, kComputeCapabilityMajor, device), "reading the device");
   driver.check(driver.device_get_attribute(&minor, kComputeCapabilityMinor, device), "reading the device");
   driver.check(driver.device_get_attribute(&k.max_shared, kMaxSharedPerBlockOptin, device), "reading the device");
+  driver.check(driver.device_get_attribute(&k.processors, kProcessors, device), "reading the device");
   const char* wanted = std::getenv("DRAFTTOOLS_FP8_EXPERTS_IMAGE");
   const Image* image = wanted ? image_named(wanted) : image_for(10 * major + minor);
   STD_TORCH_CHECK(image, "drafttools::fp8_experts: no device code for ",
@@ -154,23 +168,33 @@ Kernels load_kernels(const Driver& driver, int device) {
   k.arch = image->arch;
   CUmodule module;
   driver.check(driver.module_load_data(&module, image->data), image->name);
-  const int most = k.max_shared - 2048;  // room for the kernels' static shared memory
+  const int most = k.max_shared - kStaticShared;
   k.route = kernel(driver, module, "route", most);
   k.reduce = kernel(driver, module, "reduce", 0);
-  k.gate_up_direct = kernel(driver, module, "gate_up_direct", 0);
-  k.down_direct = kernel(driver, module, "down_direct", 0);
+  k.gate_up_direct = kernel(driver, module, "gate_up_direct", gate_up_shared(k.arch, 1, false, kDirectGateGroups));
+  k.down_direct = kernel(driver, module, "down_direct", most);
   const bool ampere = k.arch >= 80;
-  const int sizes[4] = {8, ampere ? 32 : 16, 64, 96};
-  k.tile_count = ampere ? 4 : 2;
+  const int sizes[3] = {8, 16, 32};
+  k.tile_count = ampere ? 3 : 2;
   for (int i = 0; i < k.tile_count; ++i) {
     TileKernels& tile = k.tiles[i];
     tile.tokens = sizes[i];
     tile.tiled = ampere && i > 0;
-    tile.gate_up = kernel(driver, module, "gate_up_" + std::to_string(sizes[i]), gate_up_shared(tile));
+    tile.gate_up_shared = gate_up_shared(k.arch, tile.tokens, tile.tiled, kStreamGateGroups);
+    tile.gate_up = kernel(driver, module, "gate_up_" + std::to_string(sizes[i]), tile.gate_up_shared);
     tile.down = kernel(driver, module, "down_" + std::to_string(sizes[i]), most);
   }
   return k;
 }
+
+struct RelaxedCapture {  // loading code is legal during a graph capture only in this mode
+  const Driver& driver;
+  int mode = kCaptureRelaxed;
+  explicit RelaxedCapture(const Driver& d) : driver(d) {
+    driver.check(driver.exchange_capture_mode(&mode), "changing the capture mode");
+  }
+  ~RelaxedCapture() { driver.exchange_capture_mode(&mode); }
+};
 
 const Kernels& kernels_of(const Driver& driver, int device) {
   constexpr int kMaxDevices = 64;
@@ -179,10 +203,8 @@ const Kernels& kernels_of(const Driver& driver, int device) {
   STD_TORCH_CHECK(device < kMaxDevices, "drafttools::fp8_experts: device index ", device, " is too large");
   const std::lock_guard<std::mutex> lock(mutex);
   if (!loaded[device].arch) {
-    int mode = kCaptureRelaxed;  // loading code is legal during a capture only in this mode
-    driver.check(driver.exchange_capture_mode(&mode), "entering relaxed capture mode");
+    const RelaxedCapture relaxed(driver);
     loaded[device] = load_kernels(driver, device);
-    driver.check(driver.exchange_capture_mode(&mode), "leaving relaxed capture mode");
   }
   return loaded[device];
 }
@@ -203,9 +225,8 @@ CUstream current_stream(int device) {
 // ---------------------------------------------------------------- arguments
 
 constexpr int64_t kDirectTokens = 16;   // up to here every token streams its experts on its own
-constexpr int64_t kChunkTokens = 4096;  // most tokens at a time: bounds the scratch to about 10 KB * top_k a token
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t kDownBlocks = 4;      // of the down kernel a multiprocessor, and least a tile
+constexpr int64_t kChunkTokens = 4096;  // most tokens at a time: bounds the scratch, 2 * (H + I) bytes a pair
 
 void check_tensor(const Tensor& t, const char* name, const Tensor& x, ScalarType dtype, std::initializer_list<int64_t> shape) {
   STD_TORCH_CHECK(t.scalar_type() == dtype, "drafttools::fp8_experts: ", name, " has the wrong dtype");
@@ -220,6 +241,17 @@ void check_tensor(const Tensor& t, const char* name, const Tensor& x, ScalarType
                   " is not aligned to 16 bytes");
 }
 
+// Cuts K of w2 into steps that never cross a scale block.
+void cut_down_steps(Params& p, int64_t offset) {
+  const int64_t chunks = p.local / 16, block = p.block_k ? p.block_k / 16 : chunks;
+  for (int64_t chunk = 0, taken; chunk < chunks; chunk += taken) {
+    const int64_t at = chunk + offset / 16;  // in the whole weight's chunks, from the first block on
+    taken = std::min({int64_t(4), chunks - chunk, block - at % block});
+    STD_TORCH_CHECK(p.w2_steps < kMaxDownSteps && chunk < 256, "drafttools::fp8_experts: I = ", p.local, " is too large");
+    p.w2_step[p.w2_steps++] = {(unsigned char)chunk, (unsigned char)taken, (unsigned char)(p.block_k ? at / block : 0), 0};
+  }
+}
+
 Params check_arguments(const Tensor& x, const Tensor& w13, const Tensor& w13_scale, const Tensor& w2,
                        const Tensor& w2_scale, const Tensor& topk_weights, const Tensor& topk_ids, int64_t block_n,
                        int64_t block_k, int64_t w13_offset, int64_t w2_offset) {
@@ -229,6 +261,7 @@ Params check_arguments(const Tensor& x, const Tensor& w13, const Tensor& w13_sca
   const int64_t top_k = topk_ids.size(1);
   STD_TORCH_CHECK(hidden > 0 && hidden % 128 == 0, "drafttools::fp8_experts: H = ", hidden, " is not a multiple of 128");
   STD_TORCH_CHECK(local > 0 && local % 16 == 0, "drafttools::fp8_experts: I = ", local, " is not a multiple of 16");
+  STD_TORCH_CHECK(experts <= 16384, "drafttools::fp8_experts: E = ", experts, " is more than 16384");
   STD_TORCH_CHECK(top_k > 0 && top_k <= 64, "drafttools::fp8_experts: top-k = ", top_k, " is not in 1 .. 64");
   STD_TORCH_CHECK((block_n == 0) == (block_k == 0) && block_n >= 0 && block_n % 32 == 0 && block_k >= 0 && block_k % 64 == 0,
                   "drafttools::fp8_experts: scale blocks are ", block_n, " x ", block_k,
@@ -249,22 +282,16 @@ Params check_arguments(const Tensor& x, const Tensor& w13, const Tensor& w13_sca
   check_tensor(w2, "w2", x, ScalarType::Float8_e4m3fn, {experts, hidden, local});
   check_tensor(topk_weights, "topk_weights", x, ScalarType::Float, {tokens, top_k});
   check_tensor(topk_ids, "topk_ids", x, ids, {tokens, top_k});
-  const int64_t chunks = local / 16;
   if (block_n) {
     p.w13_row_blocks = ceil_div(w13_offset + local, block_n), p.w13_k_blocks = ceil_div(hidden, block_k);
     p.w2_row_blocks = ceil_div(hidden, block_n), p.w2_k_blocks = ceil_div(w2_offset + local, block_k);
     check_tensor(w13_scale, "w13_scale", x, ScalarType::Float, {experts, 2 * p.w13_row_blocks, p.w13_k_blocks});
     check_tensor(w2_scale, "w2_scale", x, ScalarType::Float, {experts, p.w2_row_blocks, p.w2_k_blocks});
-    p.w2_first_chunks = std::min((block_k - w2_offset) / 16, chunks);
-    p.w2_steps = ceil_div(p.w2_first_chunks, 4);
-    for (int64_t left = chunks - p.w2_first_chunks; left > 0; left -= block_k / 16)
-      p.w2_steps += ceil_div(std::min(left, block_k / 16), 4);
   } else {
     check_tensor(w13_scale, "w13_scale", x, ScalarType::Float, {experts, 2 * local});
     check_tensor(w2_scale, "w2_scale", x, ScalarType::Float, {experts, hidden});
-    p.w2_first_chunks = chunks;
-    p.w2_steps = ceil_div(chunks, 4);
   }
+  cut_down_steps(p, w2_offset);
   return p;
 }
 
@@ -293,22 +320,32 @@ struct Launcher {
   }
 };
 
-void run_direct(const Launcher& launch) {
+// Down and the sum over choices. A tile's rows go to enough blocks to fill the device; past that, to few, where
+// each loads its next weights behind the present ones.
+void run_down(const Launcher& launch, CUfunction down, unsigned tiles, int tile_tokens) {
   const Params& p = launch.params;
-  const unsigned gate_blocks = ceil_div(p.local, 8 * kDirectGateGroups);
-  launch(launch.kernels.gate_up_direct, gate_blocks, p.tokens * p.top_k, 32 * kGateWarps, 0, false);
-  launch(launch.kernels.down_direct, p.hidden / kDownRows, p.tokens, 32 * std::min(p.top_k, kDirectDownWarps), 0, true);
+  const int64_t busy = std::min<int64_t>(tiles, p.experts);
+  const int64_t most = ceil_div(p.hidden, kDownRows * kDownWarps);
+  const int64_t blocks = std::min(most, std::max(kDownBlocks, kDownBlocks * launch.kernels.processors / busy));
+  launch(down, blocks, tiles, 32 * kDownWarps, down_shared(launch.kernels.arch, tile_tokens, p.local), true);
+  launch(launch.kernels.reduce, ceil_div(int64_t(p.tokens) * p.hidden / 8, kReduceThreads), 1, kReduceThreads, 0, true);
 }
 
-int down_shared(const Params& p, int tokens) { return tokens * (p.local + 8) * 2; }
+void run_direct(const Launcher& launch) {
+  const Params& p = launch.params;
+  const unsigned pairs = p.tokens * p.top_k;
+  launch(launch.kernels.gate_up_direct, ceil_div(p.local, 8 * kDirectGateGroups), pairs, 32 * kGateWarps,
+         gate_up_shared(launch.kernels.arch, 1, false, kDirectGateGroups), false);
+  run_down(launch, launch.kernels.down_direct, pairs, 8);
+}
 
 // The smallest tile that holds most experts' tokens, if its activations fit in shared memory.
 const TileKernels& pick_tile(const Kernels& k, const Params& p) {
   const double mean = double(p.tokens) * p.top_k / p.experts;
   int chosen = 0;
   for (int i = 1; i < k.tile_count; ++i) {
-    const bool too_small = k.tiles[i - 1].tokens < 1.15 * mean + (k.tiles[i].tiled ? 2 : 0);
-    if (too_small && down_shared(p, k.tiles[i].tokens) <= k.max_shared - 2048) chosen = i;
+    const bool too_small = k.tiles[i - 1].tokens < 1.15 * mean + 2;
+    if (too_small && down_shared(k.arch, k.tiles[i].tokens, p.local) <= k.max_shared - kStaticShared) chosen = i;
   }
   return k.tiles[chosen];
 }
@@ -319,12 +356,10 @@ void run_grouped(const Launcher& launch, const TileKernels& tile) {
   const unsigned tiles = std::min(pairs, p.experts + pairs / tile.tokens);
   launch(launch.kernels.route, 1, 1, kRouteThreads, p.experts * sizeof(int), false);
   if (tile.tiled)
-    launch(tile.gate_up, ceil_div(p.local, 16 * kTiledWarps), tiles, 32 * kTiledWarps, gate_up_shared(tile), true);
+    launch(tile.gate_up, ceil_div(p.local, 16 * kTiledWarps), tiles, 32 * kTiledWarps, tile.gate_up_shared, true);
   else
-    launch(tile.gate_up, ceil_div(p.local, 8 * kStreamGateGroups), tiles, 32 * kGateWarps, 0, true);
-  const int64_t row_blocks = ceil_div(p.hidden, kDownRows * kDownWarps);
-  launch(tile.down, tile.tiled ? ceil_div(row_blocks, 2) : row_blocks, tiles, 32 * kDownWarps, down_shared(p, tile.tokens), true);
-  launch(launch.kernels.reduce, ceil_div(int64_t(p.tokens) * p.hidden / 8, kReduceThreads), 1, kReduceThreads, 0, true);
+    launch(tile.gate_up, ceil_div(p.local, 8 * kStreamGateGroups), tiles, 32 * kGateWarps, tile.gate_up_shared, true);
+  run_down(launch, tile.down, tiles, tile.tokens);
 }
 
 struct Scratch {  // carves one allocation
@@ -354,12 +389,15 @@ Tensor fp8_experts(const Tensor& x, const Tensor& w13, const Tensor& w13_scale, 
     driver.check(driver.ctx_set_current(context), "setting the primary context");
   }
   const Kernels& kernels = kernels_of(driver, device);
+  STD_TORCH_CHECK(down_shared(kernels.arch, 8, p.local) <= kernels.max_shared - kStaticShared,
+                  "drafttools::fp8_experts: I = ", p.local, " is too large for this device's shared memory");
 
   const int64_t chunk = std::min(tokens, kChunkTokens), pairs = chunk * p.top_k;
   const bool grouped = tokens > kDirectTokens;
   Scratch scratch;
   const size_t act = scratch.take(pairs * p.local * 2);
-  const size_t partial = scratch.take(grouped ? pairs * p.hidden * 2 : 0);
+  const size_t partial = scratch.take(pairs * p.hidden * 2);
+  const size_t rank = scratch.take(grouped ? pairs * sizeof(int) : 0);
   const size_t sorted = scratch.take(grouped ? pairs * sizeof(int) : 0);
   const size_t tiles = scratch.take(grouped ? (p.experts + pairs / 8 + 1) * sizeof(ExpertTile) : 0);
   const size_t num_tiles = scratch.take(sizeof(int));
@@ -370,6 +408,7 @@ Tensor fp8_experts(const Tensor& x, const Tensor& w13, const Tensor& w13_scale, 
   p.w2 = data<unsigned char>(w2), p.w2_scale = data<float>(w2_scale);
   p.act = reinterpret_cast<unsigned short*>(base + act);
   p.partial = reinterpret_cast<unsigned short*>(base + partial);
+  p.rank = reinterpret_cast<int*>(base + rank);
   p.sorted = reinterpret_cast<int*>(base + sorted);
   p.tiles = reinterpret_cast<ExpertTile*>(base + tiles);
   p.num_tiles = reinterpret_cast<int*>(base + num_tiles);

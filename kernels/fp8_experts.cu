@@ -1,12 +1,13 @@
 // FP8 (E4M3) mixture-of-experts for a few tokens up to prefill: gate/up, SiLU, down, weighted sum over top-k.
 //
-// Weights are the A operand of the tensor cores (their rows are M), tokens are the B operand (N). A weight byte
-// goes from memory straight into the register of the lane whose fragment holds it, 16 bytes a load, and becomes
-// FP16 there: E4M3 to FP16 is exact, products are exact in FP32, and sums are FP32.
+// Weights are the A operand of the tensor cores (their rows are M), tokens are the B operand (N). Weights travel
+// 16 bytes a load to the lane whose fragments hold them, through a queue that is the lane's own, and become FP16
+// there: E4M3 to FP16 is exact, products are exact in FP32, and sums are FP32.
 //
-// Two routes. Direct (few tokens): every (token, choice) pair streams its expert on its own; two kernels.
-// Grouped: pairs are sorted by expert on the device, so an expert's weights are read once for up to a tile of
-// tokens; four kernels. Every sum has a fixed order, so results do not change from run to run.
+// Two routes. Direct (few tokens): every (token, choice) pair streams its expert on its own. Grouped: pairs are
+// first sorted by expert on the device, so an expert's weights are read once for up to a tile of tokens. Then
+// gate/up, down, and the sum over choices, a kernel each. Every sum has a fixed order, so results do not change
+// from run to run.
 //
 // No headers but our own, so NVRTC compiles this without a CUDA toolkit.
 #include "fp8_experts.h"
@@ -15,20 +16,13 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-#ifndef __CUDA_ARCH__
+#ifndef __CUDA_ARCH__  // nvcc's pass over the host side
 #define __CUDA_ARCH__ 700
 #endif
 
 namespace {
 
 // ---------------------------------------------------------------- loads, stores, conversions
-
-__device__ __forceinline__ uint4 load_weights(const u8* p) {  // read once: keep out of L1
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
 
 __device__ __forceinline__ uint4 load16(const void* p) { return *reinterpret_cast<const uint4*>(p); }
 
@@ -48,8 +42,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return to_half(low) | (u32(to_half(high)) << 16);
 }
 
-// Two E4M3 bytes, each in the high byte of a 16-bit half, to FP16 times kDecoded: sign in place, exponent and
-// mantissa shifted into FP16's fields, so only the bias differs. Exact, subnormals too. NaN is not recognised.
+// Four E4M3 bytes to FP16 over kDecoded, exactly, subnormals too. NaN need not be recognised.
 #if __CUDA_ARCH__ >= 890
 constexpr float kDecoded = 1.0f;
 __device__ __forceinline__ void decode4(u32 bytes, u32& low, u32& high) {
@@ -57,7 +50,9 @@ __device__ __forceinline__ void decode4(u32 bytes, u32& low, u32& high) {
       : "=r"(low), "=r"(high) : "r"(bytes));
 }
 #else
-constexpr float kDecoded = 256.0f;  // 2^(15 - 7), folded into the scales
+// A byte in the high half of 16 bits: the sign stays, exponent and mantissa shift into FP16's fields, and only the
+// bias differs, by 15 - 7; that factor goes into the scales.
+constexpr float kDecoded = 256.0f;
 __device__ __forceinline__ u32 decode2(u32 spread) {
   return (spread & 0x80008000u) | ((spread >> 1) & 0x3f803f80u);
 }
@@ -74,6 +69,59 @@ __device__ __forceinline__ void decode16(uint4 raw, u32 (&h)[8]) {
   decode4(raw.w, h[6], h[7]);
 }
 
+// A lane's own first-in, first-out queue of D slots of W 16-byte words on their way from memory: in shared memory,
+// filled by asynchronous copies, where the hardware has them, else in registers (then D slots must be unrolled).
+template <int D, int W>
+struct Queue {
+#if __CUDA_ARCH__ >= 800
+  char* mine;
+  __device__ __forceinline__ explicit Queue(void* shared) {  // room for queue_bytes(warps, D, W)
+    mine = static_cast<char*>(shared) + (threadIdx.x >> 5) * (D * W * 512) + (threadIdx.x & 31) * 16;
+  }
+  // Zeros unless `valid`.
+  __device__ __forceinline__ void push(int slot, int word, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address(slot, word)), "l"(from),
+                 "r"(valid ? 16 : 0) : "memory");
+  }
+  // The same for what other blocks read too: by way of L1.
+  __device__ __forceinline__ void push_shared(int slot, int word, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(address(slot, word)), "l"(from),
+                 "r"(valid ? 16 : 0) : "memory");
+  }
+  // Call once after the pushes of each slot.
+  __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  // Until the oldest of D committed slots has arrived.
+  __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(D - 1) : "memory"); }
+  __device__ __forceinline__ uint4 get(int slot, int word) const {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address(slot, word)) : "memory");
+    return v;
+  }
+  __device__ __forceinline__ u32 address(int slot, int word) const {
+    return u32(__cvta_generic_to_shared(mine)) + (slot * W + word) * 512;
+  }
+#else
+  static __device__ __forceinline__ uint4 load_once(const void* p) {  // keeps out of L1
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+  }
+  uint4 words[D][W];
+  __device__ __forceinline__ explicit Queue(void*) {}
+  __device__ __forceinline__ void push(int slot, int word, const void* from, bool valid) {
+    words[slot][word] = valid ? load_once(from) : make_uint4(0, 0, 0, 0);
+  }
+  __device__ __forceinline__ void push_shared(int slot, int word, const void* from, bool valid) {
+    words[slot][word] = valid ? load16(from) : make_uint4(0, 0, 0, 0);
+  }
+  __device__ __forceinline__ void commit() {}
+  __device__ __forceinline__ void wait() {}
+  __device__ __forceinline__ uint4 get(int slot, int word) const { return words[slot][word]; }
+#endif
+};
+
 // Programmatic dependent launch (sm_90 on): a kernel starts while the one before it ends, and waits here
 // before it reads that kernel's results.
 __device__ __forceinline__ void wait_for_previous_kernel() {
@@ -88,9 +136,8 @@ __device__ __forceinline__ void let_next_kernel_start() {
 }
 
 __device__ __forceinline__ int expert_of(const Params& p, int pair) {  // -1: not an expert of ours
-  long long id = p.ids_are_64bit ? static_cast<const long long*>(p.topk_ids)[pair]
-                                 : static_cast<const int*>(p.topk_ids)[pair];
-  return id >= 0 && id < p.experts ? int(id) : -1;
+  const int id = static_cast<const int*>(p.topk_ids)[pair << p.ids_are_64bit];  // the low word tells enough
+  return id >= 0 && id < p.experts ? id : -1;
 }
 
 // ---------------------------------------------------------------- tensor cores
@@ -131,16 +178,14 @@ struct Sums {
 
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-               "{%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void mma_step(Sums& s, const u32 (&a)[2][8], uint4 b0, uint4 b1) {
-  mma(s.v, a[0][0], a[1][0], a[0][1], a[1][1], b0.x, b0.y);
-  mma(s.v, a[0][2], a[1][2], a[0][3], a[1][3], b0.z, b0.w);
-  mma(s.v, a[0][4], a[1][4], a[0][5], a[1][5], b1.x, b1.y);
-  mma(s.v, a[0][6], a[1][6], a[0][7], a[1][7], b1.z, b1.w);
+// The j-th 4 of each lane's 16 values of K.
+__device__ __forceinline__ void mma_quarter(Sums& s, const u32 (&a)[2][8], int j, u32 b_low, u32 b_high) {
+  mma(s.v, a[0][2 * j], a[1][2 * j], a[0][2 * j + 1], a[1][2 * j + 1], b_low, b_high);
 }
 __device__ __forceinline__ void finish(const Sums& s, float (&r)[4]) {
 #pragma unroll
@@ -148,18 +193,15 @@ __device__ __forceinline__ void finish(const Sums& s, float (&r)[4]) {
 }
 #else
 __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9}, "
-               "{%10, %11}, {%0, %1, %2, %3, %4, %5, %6, %7};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-               : "r"(a0), "r"(a1), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11}, {%0, %1, %2, %3, %4, %5, %6, %7};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : "r"(a0), "r"(a1), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void mma_step(Sums& s, const u32 (&a)[2][8], uint4 b0, uint4 b1) {
-  const u32 b[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
-#pragma unroll
-  for (int j = 0; j < 8; j += 2) {
-    mma(s.v, a[0][j], a[0][j + 1], b[j], b[j + 1]);
-    mma(s.v + 8, a[1][j], a[1][j + 1], b[j], b[j + 1]);
-  }
+// The j-th 4 of each lane's 16 values of K.
+__device__ __forceinline__ void mma_quarter(Sums& s, const u32 (&a)[2][8], int j, u32 b_low, u32 b_high) {
+  mma(s.v, a[0][2 * j], a[0][2 * j + 1], b_low, b_high);
+  mma(s.v + 8, a[1][2 * j], a[1][2 * j + 1], b_low, b_high);
 }
 // Add up the four quad-pairs; quad-pair q is left with its values 2q and 2q + 1 of each tile.
 __device__ __forceinline__ void finish(const Sums& s, float (&r)[4]) {
@@ -179,26 +221,33 @@ __device__ __forceinline__ void finish(const Sums& s, float (&r)[4]) {
 }
 #endif
 
-// K steps whose weights a lane loads before it uses any; Volta's fragments leave fewer registers for them.
-#if __CUDA_ARCH__ >= 800
-constexpr int kGateHeldSteps = 5, kDownHeldSteps = 3;  // 5 * 8 warps * 64 = 2560 = H, 3 * 64 > 160 = I
-#else
-constexpr int kGateHeldSteps = 3, kDownHeldSteps = 2;
-#endif
+constexpr int kDownSteps = down_steps(__CUDA_ARCH__);
 
-// A K step never crosses a scale block: chunks [chunk, min(chunk + 4, end)) lie in scale block `block`.
-struct KStep {
-  int chunk, end, block;
-};
-// `first`: chunks in the first (perhaps partial) block; `total`: chunks in K.
-__device__ __forceinline__ KStep k_step(int step, int first, int block_k, int total) {
-  const int first_steps = (first + 3) / 4;
-  if (step < first_steps) return {4 * step, first, 0};
-  const int block_chunks = block_k / 16, block_steps = (block_chunks + 3) / 4;
-  const int block = (step - first_steps) / block_steps;
-  const int begin = first + block * block_chunks;
-  const int end = begin + block_chunks < total ? begin + block_chunks : total;
-  return {begin + 4 * (step - first_steps - block * block_steps), end, block + 1};
+// 8-token tiles multiplied side by side where there are many (prefill).
+[[maybe_unused]] constexpr int kTogether = 2;
+
+// total[n][g] += scale * (weight tiles g, decoded in `a`) x (tokens n, in `b`), over one K step. From sm_80 on
+// the products of all n and g are interleaved, so none waits for the one before it; Volta lacks the registers.
+template <int N, int G>
+__device__ __forceinline__ void multiply(Sums (&total)[N][G], const u32 (&a)[G][2][8], const uint4 (&b)[N][2],
+                                         float scale0, float scale1) {
+  constexpr int kAtOnce = __CUDA_ARCH__ >= 800 ? N * G : 1;
+#pragma unroll
+  for (int base = 0; base < N * G; base += kAtOnce) {
+    Sums part[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) part[i].clear();
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint4 tokens = b[(base + i) / G][j / 2];
+        mma_quarter(part[i], a[(base + i) % G], j, j % 2 ? tokens.z : tokens.x, j % 2 ? tokens.w : tokens.y);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) total[(base + i) / G][(base + i) % G].add(part[i], scale0, scale1);
+  }
 }
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + __expf(-v)); }
@@ -208,12 +257,12 @@ __device__ __forceinline__ float silu(float v) { return v / (1.0f + __expf(-v));
 // One block. Counts pairs per expert, lays experts out one after the other in `sorted`, cuts tiles.
 // The order inside an expert varies; nothing computed from a pair depends on its place.
 __device__ void route_pairs(const Params& p) {
-  extern __shared__ int place[];  // [experts]: pairs, then next free place
+  extern __shared__ int counts[];  // [experts]: pairs, then where they begin
   __shared__ int warp_pairs[32], warp_tiles[32];
   const int t = threadIdx.x, pairs = p.tokens * p.top_k;
-  constexpr int kBatch = 4;
+  constexpr int kBatch = 8;
   let_next_kernel_start();
-  for (int e = t; e < p.experts; e += kRouteThreads) place[e] = 0;
+  for (int e = t; e < p.experts; e += kRouteThreads) counts[e] = 0;
   __syncthreads();
   for (int base = t; base < pairs; base += kBatch * kRouteThreads) {
     int e[kBatch];
@@ -224,7 +273,7 @@ __device__ void route_pairs(const Params& p) {
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)
-      if (e[i] >= 0) atomicAdd(&place[e[i]], 1);
+      if (e[i] >= 0) p.rank[base + i * kRouteThreads] = atomicAdd(&counts[e[i]], 1);
   }
   __syncthreads();
   // Exclusive sums of pairs and tiles over experts; a thread owns a run of them.
@@ -232,8 +281,8 @@ __device__ void route_pairs(const Params& p) {
   const int first = t * run, last = first + run < p.experts ? first + run : p.experts;
   int my_pairs = 0, my_tiles = 0;
   for (int e = first; e < last; ++e) {
-    my_pairs += place[e];
-    my_tiles += (place[e] + p.tile_tokens - 1) / p.tile_tokens;
+    my_pairs += counts[e];
+    my_tiles += (counts[e] + p.tile_tokens - 1) / p.tile_tokens;
   }
   int sum_pairs = my_pairs, sum_tiles = my_tiles;
 #pragma unroll
@@ -246,8 +295,8 @@ __device__ void route_pairs(const Params& p) {
   for (int w = 0; w < t >> 5; ++w) sum_pairs += warp_pairs[w], sum_tiles += warp_tiles[w];
   int begin = sum_pairs - my_pairs, tile = sum_tiles - my_tiles;
   for (int e = first; e < last; ++e) {
-    const int count = place[e];
-    place[e] = begin;
+    const int count = counts[e];
+    counts[e] = begin;
     for (int done = 0; done < count; done += p.tile_tokens) {
       const int rest = count - done;
       p.tiles[tile++] = {e, begin + done, rest < p.tile_tokens ? rest : p.tile_tokens, 0};
@@ -257,15 +306,16 @@ __device__ void route_pairs(const Params& p) {
   if (t == kRouteThreads - 1) *p.num_tiles = sum_tiles;
   __syncthreads();
   for (int base = t; base < pairs; base += kBatch * kRouteThreads) {
-    int e[kBatch];
+    int e[kBatch], rank[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int pair = base + i * kRouteThreads;
       e[i] = pair < pairs ? expert_of(p, pair) : -1;
+      rank[i] = e[i] >= 0 ? p.rank[pair] : 0;  // written above by this thread
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)
-      if (e[i] >= 0) p.sorted[atomicAdd(&place[e[i]], 1)] = base + i * kRouteThreads;
+      if (e[i] >= 0) p.sorted[counts[e[i]] + rank[i]] = base + i * kRouteThreads;
   }
 }
 
@@ -282,8 +332,9 @@ __device__ __forceinline__ float w13_row_scale(const Params& p, int expert, int 
 
 // A block owns 8 * G gate rows and the same up rows of one tile of tokens; its warps split K and their sums
 // meet in shared memory. A lane's rows are `row0 + in_row * G + g`.
-template <int G, int U, int N, bool kGrouped>
+template <int G, int N, int D, bool kGrouped>
 __device__ __forceinline__ void gate_up_streaming(const Params& p) {
+  extern __shared__ uint4 shared[];
   __shared__ float sums[kGateWarps][N][G][2][8][8];  // [.., tile, token, row]
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int row0 = blockIdx.x * 8 * G;
@@ -298,6 +349,21 @@ __device__ __forceinline__ void gate_up_streaming(const Params& p) {
     tile = {expert_of(p, blockIdx.y), int(blockIdx.y), 1, 0};
     if (tile.expert < 0) return;
   }
+  const u8* gate = p.w13 + (size_t(tile.expert) * 2 * p.local + row0 + in_row(lane) * G) * p.hidden +
+                   in_chunk(lane) * 16;
+  const size_t to_up = size_t(p.local) * p.hidden;
+  Queue<D, 2 * G + 2 * N> queue(shared);
+  auto push_weights = [&](int slot, int step) {
+    if (step * 64 >= p.hidden) return;
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+      queue.push(slot, 2 * g, gate + g * p.hidden + step * 64, true);
+      queue.push(slot, 2 * g + 1, gate + to_up + g * p.hidden + step * 64, true);
+    }
+  };
+#pragma unroll
+  for (int slot = 0; slot < D; ++slot) push_weights(slot, warp + slot * kGateWarps);
+
   const u16* tokens[N];  // this lane's token and chunk, or null
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -308,66 +374,47 @@ __device__ __forceinline__ void gate_up_streaming(const Params& p) {
       tokens[n] = p.x + size_t(pair / p.top_k) * p.hidden + in_chunk(lane) * 16;
     }
   }
-  const u8* gate = p.w13 + (size_t(tile.expert) * 2 * p.local + row0 + in_row(lane) * G) * p.hidden +
-                   in_chunk(lane) * 16;
-  const size_t to_up = size_t(p.local) * p.hidden;
-  const float* gate_scale = p.block_n ? w13_block_scale(p, tile.expert, row0, false) : nullptr;
-  const float* up_scale = p.block_n ? w13_block_scale(p, tile.expert, row0, true) : nullptr;
-
-  Sums total[N][G];
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int g = 0; g < G; ++g) total[n][g].clear();
-
-  const int steps = p.hidden / 64;
-  for (int first = warp; first < steps; first += kGateWarps * U) {
-    uint4 a[U][G][2], b[U][N][2];
-    float scale[U][2];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int k = (first + u * kGateWarps) * 64;
-      if (k < p.hidden) {
-#pragma unroll
-        for (int g = 0; g < G; ++g) {
-          a[u][g][0] = load_weights(gate + g * p.hidden + k);
-          a[u][g][1] = load_weights(gate + to_up + g * p.hidden + k);
-        }
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int k = (first + u * kGateWarps) * 64;
-      scale[u][0] = scale[u][1] = kDecoded;
-      if (k < p.hidden && p.block_n) {
-        scale[u][0] *= gate_scale[k / p.block_k];
-        scale[u][1] *= up_scale[k / p.block_k];
-      }
+  auto push_tokens = [&](int slot, int step) {
+    if (step * 64 < p.hidden) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        b[u][n][0] = b[u][n][1] = make_uint4(0, 0, 0, 0);
-        if (k < p.hidden && tokens[n]) {
-          b[u][n][0] = load16(tokens[n] + k);
-          b[u][n][1] = load16(tokens[n] + k + 8);
-        }
+        const u16* from = tokens[n] ? tokens[n] + step * 64 : p.x;
+        queue.push_shared(slot, 2 * G + 2 * n, from, tokens[n]);
+        queue.push_shared(slot, 2 * G + 2 * n + 1, from + 8, tokens[n]);
       }
     }
+    queue.commit();
+  };
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if ((first + u * kGateWarps) * 64 >= p.hidden) break;
+  for (int slot = 0; slot < D; ++slot) push_tokens(slot, warp + slot * kGateWarps);
+
+  // Of the row this thread finishes at the end; asked for now, since memory is far away.
+  const float my_gate_scale = w13_row_scale(p, tile.expert, row0 + threadIdx.x % (8 * G), false);
+  const float my_up_scale = w13_row_scale(p, tile.expert, row0 + threadIdx.x % (8 * G), true);
+  const float* gate_scale = p.block_n ? w13_block_scale(p, tile.expert, row0, false) : nullptr;
+  const float* up_scale = p.block_n ? w13_block_scale(p, tile.expert, row0, true) : nullptr;
+  Sums total[N][G];
 #pragma unroll
-      for (int g = 0; g < G; ++g) {
-        u32 h[2][8];
-        decode16(a[u][g][0], h[0]);
-        decode16(a[u][g][1], h[1]);
+  for (int i = 0; i < N * G; ++i) total[i / G][i % G].clear();
+
+  const int steps = p.hidden / 64;
+  for (int first = warp; first < steps; first += D * kGateWarps) {
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          Sums step;
-          step.clear();
-          mma_step(step, h, b[u][n][0], b[u][n][1]);
-          total[n][g].add(step, scale[u][0], scale[u][1]);
-        }
-      }
+    for (int slot = 0; slot < D; ++slot) {
+      const int step = first + slot * kGateWarps;
+      if (step >= steps) break;
+      queue.wait();
+      u32 h[G][2][8];
+      uint4 b[N][2];
+#pragma unroll
+      for (int g = 0; g < G; ++g) decode16(queue.get(slot, 2 * g), h[g][0]), decode16(queue.get(slot, 2 * g + 1), h[g][1]);
+#pragma unroll
+      for (int n = 0; n < N; ++n) b[n][0] = queue.get(slot, 2 * G + 2 * n), b[n][1] = queue.get(slot, 2 * G + 2 * n + 1);
+      push_weights(slot, step + D * kGateWarps);
+      push_tokens(slot, step + D * kGateWarps);
+      float scale0 = kDecoded, scale1 = kDecoded;
+      if (p.block_n) scale0 *= gate_scale[step * 64 / p.block_k], scale1 *= up_scale[step * 64 / p.block_k];
+      multiply(total, h, b, scale0, scale1);
     }
   }
 #pragma unroll
@@ -389,9 +436,8 @@ __device__ __forceinline__ void gate_up_streaming(const Params& p) {
       gate_sum += sums[w][column / 8][row % G][0][column % 8][row / G];
       up_sum += sums[w][column / 8][row % G][1][column % 8][row / G];
     }
-    gate_sum *= w13_row_scale(p, tile.expert, row0 + row, false);
-    up_sum *= w13_row_scale(p, tile.expert, row0 + row, true);
-    p.act[size_t(tile.begin + column) * p.local + row0 + row] = to_half(silu(gate_sum) * up_sum);
+    p.act[size_t(tile.begin + column) * p.local + row0 + row] =
+        to_half(silu(gate_sum * my_gate_scale) * (up_sum * my_up_scale));
   }
 }
 
@@ -404,16 +450,18 @@ __device__ __forceinline__ void copy16_async(void* to, const void* from) {
 template <int N>
 __device__ __forceinline__ void gate_up_tiled(const Params& p) {
   extern __shared__ uint4 shared[];
-  u16* xs = reinterpret_cast<u16*>(shared);  // [kTiledStages][8 * N][kTiledPitch]
-  __shared__ int token_of[8 * N];
   constexpr int kThreads = 32 * kTiledWarps, kStage = 8 * N * kTiledPitch;
+  Queue<kTiledStages, 4> queue(shared);
+  uint4* x_stages = shared + queue_bytes(kTiledWarps, kTiledStages, 4) / 16;
+  u16* xs = reinterpret_cast<u16*>(x_stages);  // [kTiledStages][8 * N][kTiledPitch]
+  __shared__ int token_of[8 * N];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (int(blockIdx.y) >= *p.num_tiles) return;
   const ExpertTile tile = p.tiles[blockIdx.y];
   for (int i = threadIdx.x; i < tile.count; i += kThreads) token_of[i] = p.sorted[tile.begin + i] / p.top_k;
-  for (int i = threadIdx.x; i < kTiledStages * kStage / 8; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < kTiledStages * kStage / 8; i += kThreads) x_stages[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
 
   const int row0 = (blockIdx.x * kTiledWarps + warp) * 16;
@@ -425,53 +473,51 @@ __device__ __forceinline__ void gate_up_tiled(const Params& p) {
   const float* up_scale = p.block_n ? w13_block_scale(p, tile.expert, active ? row0 : 0, true) : nullptr;
 
   const int steps = p.hidden / 64;
-  auto copy_stage = [&](int step) {
-    if (step < steps)
-      for (int i = threadIdx.x; i < tile.count * 8; i += kThreads)
-        copy16_async(xs + (step % kTiledStages) * kStage + (i / 8) * kTiledPitch + (i % 8) * 8,
-                     p.x + size_t(token_of[i / 8]) * p.hidden + step * 64 + (i % 8) * 8);
-    asm volatile("cp.async.commit_group;");
-  };
-  uint4 next[2][2];
-  auto load_step = [&](int step) {
+  auto push = [&](int step) {
+    const int slot = step % kTiledStages;
+    if (step < steps) {
 #pragma unroll
-    for (int g = 0; g < 2; ++g) {
-      next[g][0] = load_weights(gate + g * p.hidden + step * 64);
-      next[g][1] = load_weights(gate + to_up + g * p.hidden + step * 64);
+      for (int g = 0; g < 2; ++g) {
+        queue.push(slot, 2 * g, gate + g * p.hidden + step * 64, true);
+        queue.push(slot, 2 * g + 1, gate + to_up + g * p.hidden + step * 64, true);
+      }
+      for (int i = threadIdx.x; i < tile.count * 8; i += kThreads)
+        copy16_async(xs + slot * kStage + (i / 8) * kTiledPitch + (i % 8) * 8,
+                     p.x + size_t(token_of[i / 8]) * p.hidden + step * 64 + (i % 8) * 8);
     }
+    queue.commit();
   };
 
-  Sums total[N][2];
+  Sums total[N / kTogether][kTogether][2];
 #pragma unroll
-  for (int n = 0; n < N; ++n) total[n][0].clear(), total[n][1].clear();
-  load_step(0);
-  for (int s = 0; s < kTiledStages - 1; ++s) copy_stage(s);
+  for (int n = 0; n < N; ++n)
+    total[n / kTogether][n % kTogether][0].clear(), total[n / kTogether][n % kTogether][1].clear();
+  for (int step = 0; step < kTiledStages - 1; ++step) push(step);
   for (int step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kTiledStages - 2));
-    __syncthreads();
-    copy_stage(step + kTiledStages - 1);
+    const int slot = step % kTiledStages;
+    asm volatile("cp.async.wait_group %0;" ::"n"(kTiledStages - 2) : "memory");
+    __syncthreads();  // this stage of x is here, and everyone is done with the one that is filled next
+    push(step + kTiledStages - 1);
     u32 h[2][2][8];
 #pragma unroll
-    for (int g = 0; g < 2; ++g) decode16(next[g][0], h[g][0]), decode16(next[g][1], h[g][1]);
-    if (step + 1 < steps) load_step(step + 1);
+    for (int g = 0; g < 2; ++g) decode16(queue.get(slot, 2 * g), h[g][0]), decode16(queue.get(slot, 2 * g + 1), h[g][1]);
     float scale0 = kDecoded, scale1 = kDecoded;
     if (p.block_n) {
       scale0 *= gate_scale[step * 64 / p.block_k];
       scale1 *= up_scale[step * 64 / p.block_k];
     }
-    const u16* b = xs + (step % kTiledStages) * kStage + in_row(lane) * kTiledPitch + in_chunk(lane) * 16;
+    const u16* b = xs + slot * kStage + in_row(lane) * kTiledPitch + in_chunk(lane) * 16;
     if (active) {
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
+      for (int n = 0; n < N; n += kTogether) {
         if (n * 8 >= tile.count) break;
-        const uint4 b0 = load16(b + n * 8 * kTiledPitch), b1 = load16(b + n * 8 * kTiledPitch + 8);
+        uint4 tokens[kTogether][2];
 #pragma unroll
-        for (int g = 0; g < 2; ++g) {
-          Sums part;
-          part.clear();
-          mma_step(part, h[g], b0, b1);
-          total[n][g].add(part, scale0, scale1);
+        for (int i = 0; i < kTogether; ++i) {
+          tokens[i][0] = load16(b + (n + i) * 8 * kTiledPitch);
+          tokens[i][1] = load16(b + (n + i) * 8 * kTiledPitch + 8);
         }
+        multiply(total[n / kTogether], h, tokens, scale0, scale1);
       }
     }
   }
@@ -489,7 +535,7 @@ __device__ __forceinline__ void gate_up_tiled(const Params& p) {
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
       float r[4];
-      finish(total[n][g], r);
+      finish(total[n / kTogether][n % kTogether][g], r);
 #pragma unroll
       for (int c = 0; c < 2; ++c) value[c][g] = silu(r[c] * row_scale[g][0]) * (r[2 + c] * row_scale[g][1]);
     }
@@ -505,169 +551,162 @@ __device__ __forceinline__ void gate_up_tiled(const Params& p) {
 
 // ---------------------------------------------------------------- down, weighted sum
 
-// A down warp owns kDownRows rows of H: a lane's rows are `row0 + in_row * kLaneRows + i`.
+// The weights of kDownRows rows of H over kDownSteps K steps, in a slot of this lane's queue. The lane's rows are
+// `row0 + in_row * kLaneRows + i`; of the results it finishes rows `row0 + out_row * kLaneRows + i`.
 constexpr int kLaneRows = kDownRows / 8;
 
 struct DownWeights {
-  uint4 a[kDownHeldSteps][kLaneRows];
-  float scale[kDownHeldSteps];
-  int chunk[kDownHeldSteps];  // this lane's chunk of K, or -1
+  static constexpr int L = kLaneRows, kWords = kDownSteps * L;
+  static __device__ __forceinline__ int shared_units(int warps) {  // 16-byte units before what is behind the queues
+    return __CUDA_ARCH__ >= 800 ? queue_bytes(warps, kDownSlots, kWords) / 16 : 0;
+  }
+  const Params& p;
+  const int expert;
+  Queue<kDownSlots, kWords> queue;
+  float row_scales[kDownSlots][L];
+  const u8* const weights;  // of this expert, this lane's first row
+  const float* const scales;
 
-  __device__ __forceinline__ void load(const Params& p, int expert, int row0, int first_step) {
-    const int lane = threadIdx.x & 31;
-    const u8* rows = p.w2 + (size_t(expert) * p.hidden + row0 + in_row(lane) * kLaneRows) * p.local;
-    const float* block_scale =
-        p.block_n ? p.w2_scale + (size_t(expert) * p.w2_row_blocks + row0 / p.block_n) * p.w2_k_blocks : nullptr;
+  __device__ __forceinline__ DownWeights(const Params& params, int of_expert, void* shared)
+      : p(params),
+        expert(of_expert),
+        queue(shared),
+        weights(p.w2 + (size_t(expert) * p.hidden + in_row(threadIdx.x & 31) * L) * p.local),
+        scales(p.w2_scale + (p.block_n ? size_t(expert) * p.w2_row_blocks * p.w2_k_blocks
+                                       : size_t(expert) * p.hidden + out_row(threadIdx.x & 31) * L)) {}
+
+  __device__ __forceinline__ void push(int slot, int row0, int first_step) {
+    const u8* rows = weights + size_t(row0) * p.local;
 #pragma unroll
-    for (int s = 0; s < kDownHeldSteps; ++s) {
-      chunk[s] = -1;
-      scale[s] = kDecoded;
+    for (int s = 0; s < kDownSteps; ++s) {
+      const KStep step = p.w2_step[first_step + s];
+      const bool valid = in_chunk(threadIdx.x & 31) < step.chunks;
+      const u8* chunk = valid ? rows + (step.chunk + in_chunk(threadIdx.x & 31)) * 16 : rows;
 #pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) a[s][i] = make_uint4(0, 0, 0, 0);
-      if (first_step + s >= p.w2_steps) continue;
-      const KStep step = k_step(first_step + s, p.w2_first_chunks, p.block_k, p.local / 16);
-      if (block_scale) scale[s] *= block_scale[step.block];
-      if (step.chunk + in_chunk(lane) >= step.end) continue;
-      chunk[s] = step.chunk + in_chunk(lane);
-#pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) a[s][i] = load_weights(rows + i * p.local + chunk[s] * 16);
+      for (int i = 0; i < L; ++i) queue.push(slot, s * L + i, chunk + i * p.local, valid);
     }
+#pragma unroll
+    for (int i = 0; i < L; ++i) row_scales[slot][i] = p.block_n ? 1.0f : scales[row0 + i];
+  }
+  __device__ __forceinline__ void decode(int slot, int s, u32 (&h)[L / 2][2][8]) const {
+#pragma unroll
+    for (int i = 0; i < L; ++i) decode16(queue.get(slot, s * L + i), h[i / 2][i % 2]);
+  }
+  __device__ __forceinline__ void block_scales(int row0, int first_step, float (&scale)[kDownSteps]) const {
+#pragma unroll
+    for (int s = 0; s < kDownSteps; ++s) scale[s] = kDecoded;
+    if (!p.block_n) return;
+    const float* of_rows = scales + row0 / p.block_n * p.w2_k_blocks;
+#pragma unroll
+    for (int s = 0; s < kDownSteps; ++s) scale[s] *= of_rows[p.w2_step[first_step + s].block];
   }
 };
 
-__device__ __forceinline__ float w2_row_scale(const Params& p, int expert, int row) {
-  return p.block_n ? 1.0f : p.w2_scale[size_t(expert) * p.hidden + row];
+// 16-byte units of this lane's chunk of an activation row at a K step. Lanes past the step's chunks have zero
+// weights, so it only matters that what they read is in the row.
+__device__ __forceinline__ int act_unit(const Params& p, int step) {
+  return min(p.w2_step[step].chunk + in_chunk(threadIdx.x & 31), p.local / 16 - 1) * 2;
 }
 
-// Direct route: a block owns kDownRows of one token's output; warp w takes the token's choices w, w + warps, ...
-__device__ __forceinline__ void down_one_token(const Params& p) {
-  __shared__ float sums[kDirectDownWarps][kDownRows];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-  const int row0 = blockIdx.x * kDownRows, row = row0 + out_row(lane) * kLaneRows;
-  float value[kLaneRows] = {};
-  for (int choice = warp; choice < p.top_k; choice += warps) {
-    const int pair = blockIdx.y * p.top_k + choice, expert = expert_of(p, pair);
-    if (expert < 0) continue;
-    Sums total[kLaneRows / 2];
+// Calls compute(weights, slot, row block, first K step) for row blocks `begin`, `begin + stride`, ... and, in each,
+// for every kDownSteps steps of K, with the next weights already on their way. `ready` runs once the first are.
+template <class Ready, class Compute>
+__device__ __forceinline__ void stream_down_weights(const Params& p, int expert, int begin, int stride, void* shared,
+                                                    Ready ready, Compute compute) {
+  DownWeights w(p, expert, shared);
+  const int row_blocks = p.hidden / kDownRows;
+  int next_block = begin, next_step = 0;
+  auto push_next = [&](int slot) {
+    if (next_block < row_blocks) w.push(slot, next_block * kDownRows, next_step);
+    w.queue.commit();
+    next_step += kDownSteps;
+    if (next_step >= p.w2_steps) next_step = 0, next_block += stride;
+  };
 #pragma unroll
-    for (int g = 0; g < kLaneRows / 2; ++g) total[g].clear();
-    for (int first = 0; first < p.w2_steps; first += kDownHeldSteps) {
-      DownWeights w;
-      w.load(p, expert, row0, first);  // weights do not depend on the kernel before this one
-      wait_for_previous_kernel();
+  for (int slot = 0; slot < kDownSlots; ++slot) push_next(slot);
+  ready();
+  int block = begin, step = 0;
+  while (block < row_blocks) {
 #pragma unroll
-      for (int s = 0; s < kDownHeldSteps; ++s) {
-        uint4 b0 = make_uint4(0, 0, 0, 0), b1 = b0;
-        if (in_row(lane) == 0 && w.chunk[s] >= 0) {
-          const u16* act = p.act + size_t(pair) * p.local + w.chunk[s] * 16;
-          b0 = load16(act), b1 = load16(act + 8);
-        }
-#pragma unroll
-        for (int g = 0; g < kLaneRows / 2; ++g) {
-          u32 h[2][8];
-          decode16(w.a[s][2 * g], h[0]);
-          decode16(w.a[s][2 * g + 1], h[1]);
-          Sums part;
-          part.clear();
-          mma_step(part, h, b0, b1);
-          total[g].add(part, w.scale[s], w.scale[s]);
-        }
-      }
-    }
-    const float weight = p.topk_weights[pair];
-#pragma unroll
-    for (int g = 0; g < kLaneRows / 2; ++g) {
-      float r[4];
-      finish(total[g], r);
-      value[2 * g] += weight * w2_row_scale(p, expert, row + 2 * g) * r[0];
-      value[2 * g + 1] += weight * w2_row_scale(p, expert, row + 2 * g + 1) * r[2];
+    for (int slot = 0; slot < kDownSlots; ++slot) {
+      if (block >= row_blocks) break;
+      w.queue.wait();
+      compute(w, slot, block, step);
+      push_next(slot);
+      step += kDownSteps;
+      if (step >= p.w2_steps) step = 0, block += stride;
     }
   }
-  if (out_column(lane) == 0)
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) sums[warp][out_row(lane) * kLaneRows + i] = value[i];
-  __syncthreads();
-  if (threadIdx.x < kDownRows) {
-    float sum = 0.0f;
-    for (int w = 0; w < warps; ++w) sum += sums[w][threadIdx.x];
-    p.out[size_t(blockIdx.y) * p.hidden + row0 + threadIdx.x] = to_half(sum);
-  }
-  wait_for_previous_kernel();  // a block whose choices were all out of range has not waited yet
 }
 
-// Grouped route: a block holds a tile's activations and walks over row blocks of H.
-template <int N>
+// A block holds a tile's activations and walks over row blocks of H.
+template <int N, int kSideBySide, bool kGrouped>
 __device__ __forceinline__ void down_tile(const Params& p) {
+  constexpr int L = kLaneRows, kThreads = 32 * kDownWarps;
   extern __shared__ uint4 shared[];
-  u16* acts = reinterpret_cast<u16*>(shared);  // [8 * N][pitch]
   __shared__ int pair_of[8 * N];
   __shared__ float weight_of[8 * N];
-  constexpr int kThreads = 32 * kDownWarps;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int pitch = p.local + 8;  // an odd number of 16-byte units: no bank conflicts
+  const int units = p.local / 8, pitch = units + 1;  // in 16-byte units; an odd number: no bank conflicts
+  uint4* acts = shared + DownWeights::shared_units(kDownWarps);  // [8 * N][pitch]
   let_next_kernel_start();
-  // Tiles and sorted pairs come from the kernel before the previous one, which had ended when that one let us start.
-  if (int(blockIdx.y) >= *p.num_tiles) return wait_for_previous_kernel();
-  const ExpertTile tile = p.tiles[blockIdx.y];
-  const int row_blocks = p.hidden / kDownRows, stride = gridDim.x * kDownWarps;
-  int row_block = blockIdx.x * kDownWarps + warp;
-  DownWeights w;
-  if (row_block < row_blocks) w.load(p, tile.expert, row_block * kDownRows, 0);
-  for (int i = threadIdx.x; i < tile.count; i += kThreads) {
-    pair_of[i] = p.sorted[tile.begin + i];
-    weight_of[i] = p.topk_weights[pair_of[i]];
+  ExpertTile tile = {0, int(blockIdx.y), 1, 0};
+  if (kGrouped) {
+    // Tiles and pairs come from the kernel before the previous one, which had ended when that one let us start.
+    if (int(blockIdx.y) >= *p.num_tiles) return wait_for_previous_kernel();
+    tile = p.tiles[blockIdx.y];
+  } else {
+    tile.expert = expert_of(p, blockIdx.y);
+    if (tile.expert < 0) return wait_for_previous_kernel();
   }
-  wait_for_previous_kernel();
-  const int row_units = p.local / 8, padded = (tile.count + 7) / 8 * 8;
-  for (int i = threadIdx.x; i < padded * row_units; i += kThreads) {
-    const int column = i / row_units, unit = i % row_units;
-    shared[column * (pitch / 8) + unit] =
-        column < tile.count ? load16(p.act + size_t(tile.begin + column) * p.local + unit * 8) : make_uint4(0, 0, 0, 0);
-  }
-  __syncthreads();
-  const u16* my_act = acts + in_row(lane) * pitch;
-
-  for (; row_block < row_blocks; row_block += stride) {
-    const int row0 = row_block * kDownRows;
-    Sums total[N][kLaneRows / 2];
+  auto fetch_activations = [&] {
+    for (int i = threadIdx.x; i < tile.count; i += kThreads) {
+      pair_of[i] = kGrouped ? p.sorted[tile.begin + i] : tile.begin;
+      weight_of[i] = p.topk_weights[pair_of[i]];
+    }
+    wait_for_previous_kernel();
+    constexpr int kTokens = 8 * kSideBySide;
+    const int padded = (tile.count + kTokens - 1) / kTokens * kTokens;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < padded * units; i += kThreads) {
+      const int column = i / units, unit = i % units;
+      const u16* from = p.act + size_t(tile.begin + column) * p.local + unit * 8;
+      acts[column * pitch + unit] = column < tile.count ? load16(from) : make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+  };
+  Sums total[N / kSideBySide][kSideBySide][L / 2];
+  auto compute = [&](const DownWeights& w, int slot, int block, int first_step) {
+    if (first_step == 0)
 #pragma unroll
-    for (int n = 0; n < N; ++n)
+      for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int g = 0; g < kLaneRows / 2; ++g) total[n][g].clear();
-    for (int first = 0; first < p.w2_steps; first += kDownHeldSteps) {
-      if (first || row_block >= stride) w.load(p, tile.expert, row0, first);
+        for (int g = 0; g < L / 2; ++g) total[n / kSideBySide][n % kSideBySide][g].clear();
+    float scale[kDownSteps];
+    w.block_scales(block * kDownRows, first_step, scale);
 #pragma unroll
-      for (int s = 0; s < kDownHeldSteps; ++s) {
-        u32 h[kLaneRows / 2][2][8];
+    for (int s = 0; s < kDownSteps; ++s) {
+      const uint4* from = acts + in_row(lane) * pitch + act_unit(p, first_step + s);
+      u32 h[L / 2][2][8];
+      w.decode(slot, s, h);
 #pragma unroll
-        for (int i = 0; i < kLaneRows; ++i) decode16(w.a[s][i], h[i / 2][i % 2]);
+      for (int n = 0; n < N; n += kSideBySide) {
+        if (n * 8 >= tile.count) break;
+        uint4 b[kSideBySide][2];
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          if (n * 8 >= tile.count) break;
-          uint4 b0 = make_uint4(0, 0, 0, 0), b1 = b0;
-          if (w.chunk[s] >= 0) {
-            b0 = load16(my_act + n * 8 * pitch + w.chunk[s] * 16);
-            b1 = load16(my_act + n * 8 * pitch + w.chunk[s] * 16 + 8);
-          }
-#pragma unroll
-          for (int g = 0; g < kLaneRows / 2; ++g) {
-            Sums part;
-            part.clear();
-            mma_step(part, h[g], b0, b1);
-            total[n][g].add(part, w.scale[s], w.scale[s]);
-          }
-        }
+        for (int i = 0; i < kSideBySide; ++i) b[i][0] = from[(n + i) * 8 * pitch], b[i][1] = from[(n + i) * 8 * pitch + 1];
+        multiply(total[n / kSideBySide], h, b, scale[s], scale[s]);
       }
     }
-    const int row = row0 + out_row(lane) * kLaneRows;
-    float row_scale[kLaneRows];
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) row_scale[i] = w2_row_scale(p, tile.expert, row + i);
+    if (first_step + kDownSteps < p.w2_steps) return;
+    const int row = block * kDownRows + out_row(lane) * L;
+    const float* row_scale = w.row_scales[slot];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      float r[kLaneRows / 2][4];
+      if (n * 8 >= tile.count) break;
+      float r[L / 2][4];
 #pragma unroll
-      for (int g = 0; g < kLaneRows / 2; ++g) finish(total[n][g], r[g]);
+      for (int g = 0; g < L / 2; ++g) finish(total[n / kSideBySide][n % kSideBySide][g], r[g]);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int column = n * 8 + out_column(lane) + c;
@@ -679,10 +718,12 @@ __device__ __forceinline__ void down_tile(const Params& p) {
         *reinterpret_cast<uint2*>(p.partial + size_t(pair_of[column]) * p.hidden + row) = packed;
       }
     }
-  }
+  };
+  stream_down_weights(p, tile.expert, blockIdx.x * kDownWarps + warp, gridDim.x * kDownWarps, shared,
+                         fetch_activations, compute);
 }
 
-// Grouped route: out[m] = sum of the token's weighted expert outputs, in the order of its choices.
+// out[m] = sum of the token's weighted expert outputs, in the order of its choices.
 __device__ __forceinline__ void sum_choices(const Params& p) {
   const int units = p.hidden / 8;
   const int i = blockIdx.x * kReduceThreads + threadIdx.x;
@@ -712,20 +753,26 @@ __device__ __forceinline__ void sum_choices(const Params& p) {
 
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
-KERNEL(kRouteThreads, 1) route(Params p) { route_pairs(p); }
-KERNEL(kReduceThreads, 1) reduce(Params p) { sum_choices(p); }
-KERNEL(32 * kGateWarps, 2) gate_up_direct(Params p) { gate_up_streaming<kDirectGateGroups, kGateHeldSteps, 1, false>(p); }
-KERNEL(32 * kDirectDownWarps, 1) down_direct(Params p) { down_one_token(p); }
-KERNEL(32 * kGateWarps, 1) gate_up_8(Params p) { gate_up_streaming<kStreamGateGroups, kGateHeldSteps, 1, true>(p); }
-KERNEL(32 * kDownWarps, 2) down_8(Params p) { down_tile<1>(p); }
+KERNEL(kRouteThreads, 1) route(const __grid_constant__ Params p) { route_pairs(p); }
+KERNEL(kReduceThreads, 1) reduce(const __grid_constant__ Params p) { sum_choices(p); }
+KERNEL(32 * kGateWarps, 3) gate_up_direct(const __grid_constant__ Params p) {
+  gate_up_streaming<kDirectGateGroups, 1, kGateStages, false>(p);
+}
+KERNEL(32 * kGateWarps, 2) gate_up_8(const __grid_constant__ Params p) {
+  gate_up_streaming<kStreamGateGroups, 1, kGateStages, true>(p);
+}
 #if __CUDA_ARCH__ >= 800
-KERNEL(32 * kTiledWarps, 4) gate_up_32(Params p) { gate_up_tiled<4>(p); }
-KERNEL(32 * kTiledWarps, 2) gate_up_64(Params p) { gate_up_tiled<8>(p); }
-KERNEL(32 * kTiledWarps, 2) gate_up_96(Params p) { gate_up_tiled<12>(p); }
-KERNEL(32 * kDownWarps, 2) down_32(Params p) { down_tile<4>(p); }
-KERNEL(32 * kDownWarps, 1) down_64(Params p) { down_tile<8>(p); }
-KERNEL(32 * kDownWarps, 1) down_96(Params p) { down_tile<12>(p); }
+KERNEL(32 * kDownWarps, 3) down_direct(const __grid_constant__ Params p) { down_tile<1, 1, false>(p); }
+KERNEL(32 * kDownWarps, 4) down_8(const __grid_constant__ Params p) { down_tile<1, 1, true>(p); }
+KERNEL(32 * kTiledWarps, 4) gate_up_16(const __grid_constant__ Params p) { gate_up_tiled<2>(p); }
+KERNEL(32 * kDownWarps, 4) down_16(const __grid_constant__ Params p) { down_tile<2, kTogether, true>(p); }
+KERNEL(32 * kTiledWarps, 3) gate_up_32(const __grid_constant__ Params p) { gate_up_tiled<4>(p); }
+KERNEL(32 * kDownWarps, 3) down_32(const __grid_constant__ Params p) { down_tile<4, kTogether, true>(p); }
 #else
-KERNEL(32 * kGateWarps, 1) gate_up_16(Params p) { gate_up_streaming<kStreamGateGroups, 2, 2, true>(p); }
-KERNEL(32 * kDownWarps, 1) down_16(Params p) { down_tile<2>(p); }
+KERNEL(32 * kDownWarps, 1) down_direct(const __grid_constant__ Params p) { down_tile<1, 1, false>(p); }
+KERNEL(32 * kDownWarps, 1) down_8(const __grid_constant__ Params p) { down_tile<1, 1, true>(p); }
+KERNEL(32 * kGateWarps, 2) gate_up_16(const __grid_constant__ Params p) {
+  gate_up_streaming<kStreamGateGroups, 2, 2, true>(p);  // two slots: registers
+}
+KERNEL(32 * kDownWarps, 1) down_16(const __grid_constant__ Params p) { down_tile<2, 1, true>(p); }
 #endif

@@ -52,23 +52,24 @@ def build(output: Path, nvcc: str | None = None) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in IMAGES:
-            image = compile_with_nvcc(name, nvcc) if nvcc else compile_with_nvrtc(name)
+            image = compile_with_nvcc(name, nvcc) if nvcc else compile_with_nvrtc(name)[0]
             (Path(folder) / name).write_bytes(image)
         (Path(folder) / "images.h").write_text(images_header(Path(folder)))
         link(Path(folder), output)
 
 
-def compile_with_nvrtc(name: str, defines: Sequence[str] = ()) -> bytes:
-    """Device code for `name` (sm_XX: a cubin, compute_XX: PTX with its closing NUL).
+def compile_with_nvrtc(name: str) -> tuple[bytes, str]:
+    """Device code for `name` (sm_XX: a cubin, compute_XX: PTX with its closing NUL) and the compiler's log.
+
+    The log of a cubin holds the assembler's report of each kernel's registers, stack and spills.
 
     Raises:
         DraftToolsError: NVRTC 12 is not installed or the source does not compile (with the compiler's log).
     """
-    nvrtc = _Nvrtc()
     headers = {"fp8_experts.h": (SOURCES / "fp8_experts.h").read_bytes()}
     source = (SOURCES / "fp8_experts.cu").read_bytes()
-    options = [f"--gpu-architecture={name}", "--std=c++17", *(f"-D{define}" for define in defines)]
-    return nvrtc.compile(source, headers, options, want_ptx=name.startswith("compute_"))
+    options = [f"--gpu-architecture={name}", "--std=c++17", "--ptxas-options=-v"]
+    return _Nvrtc().compile(source, headers, options, want_ptx=name.startswith("compute_"))
 
 
 def compile_with_nvcc(name: str, nvcc: str) -> bytes:
@@ -106,6 +107,7 @@ def link(folder: Path, output: Path) -> None:
         raise DraftToolsError("torch is not installed: its headers are needed to build (the CPU build will do)")
     torch = Path(spec.origin).parent
     flags = ["-shared", "-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-Wall"]
+    flags.append(f"-ffile-prefix-map={SOURCES}=kernels")  # no path of this machine in the library
     includes = [f"-I{folder}", f"-I{SOURCES}", f"-I{torch / 'include'}"]
     libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl"]
     source = str(SOURCES / "extension.cpp")
@@ -116,13 +118,13 @@ def _run(command: Sequence[str]) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError:
-        raise DraftToolsError(f"{command[0]} is not installed") from None
+        raise DraftToolsError(f"{command[0]} is not installed, and the build needs it") from None
     except subprocess.CalledProcessError as error:
         raise DraftToolsError(f"{command[0]} failed:\n{error.stderr}") from None
 
 
 class _Nvrtc:
-    """The four calls of NVRTC 12 that are needed, through ctypes (signatures: nvrtc.h of CUDA 12.9)."""
+    """The calls of NVRTC 12 that are needed, through ctypes (signatures: nvrtc.h of CUDA 12.9)."""
 
     def __init__(self) -> None:
         spec = importlib.util.find_spec("nvidia.cuda_nvrtc") if importlib.util.find_spec("nvidia") else None
@@ -130,7 +132,9 @@ class _Nvrtc:
             raise DraftToolsError("NVRTC 12 is not installed: pip install nvidia-cuda-nvrtc-cu12==12.9.86")
         self._library = ctypes.CDLL(str(Path(spec.submodule_search_locations[0]) / "lib" / "libnvrtc.so.12"))
 
-    def compile(self, source: bytes, headers: dict[str, bytes], options: Sequence[str], want_ptx: bool) -> bytes:
+    def compile(
+        self, source: bytes, headers: dict[str, bytes], options: Sequence[str], want_ptx: bool
+    ) -> tuple[bytes, str]:
         program = ctypes.c_void_p()
         texts = (ctypes.c_char_p * len(headers))(*headers.values())
         names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
@@ -141,11 +145,12 @@ class _Nvrtc:
             )
         )
         try:
-            if self._library.nvrtcCompileProgram(program, len(options), flags):
-                log = self._read(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog").decode()
+            result = self._library.nvrtcCompileProgram(program, len(options), flags)
+            log = self._read(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog").decode()
+            if result:
                 raise DraftToolsError(f"NVRTC refused the kernel ({options[0]}):\n{log}")
             kind = "PTX" if want_ptx else "CUBIN"
-            return self._read(program, f"nvrtcGet{kind}Size", f"nvrtcGet{kind}")
+            return self._read(program, f"nvrtcGet{kind}Size", f"nvrtcGet{kind}"), log
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -69,6 +69,14 @@ def test_other_shapes_match_fp64(tokens: int, experts: int, hidden: int, local: 
     assert relative_error(fp8_experts(*arguments), fp8_experts_reference(*arguments)) < TOLERANCE
 
 
+@pytest.mark.parametrize("tokens", [2, 40, 80, 200])
+@pytest.mark.parametrize("block", [0, BLOCK])
+def test_every_kernel_once(tokens: int, block: int) -> None:
+    """Both routes and all tile sizes at small shapes; what compute-sanitizer is run on (kernels/README.md)."""
+    arguments = make_arguments(tokens, 16, 256, 160, 2, block)
+    assert relative_error(fp8_experts(*arguments), fp8_experts_reference(*arguments)) < TOLERANCE
+
+
 @pytest.mark.parametrize("tokens", [3, 30, 2000])
 def test_ids_may_be_int64_repeated_or_out_of_range(tokens: int) -> None:
     arguments = make_arguments(tokens, 16, 256, 160, 6)
