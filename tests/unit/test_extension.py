@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from drafttools.errors import DraftToolsError  # noqa: E402
-from drafttools.experts import build, extension, op  # noqa: E402
+from drafttools.errors import DraftToolsError
+from drafttools.experts import build, extension, op
 
 
 @pytest.fixture(scope="module")

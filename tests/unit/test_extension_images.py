@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from drafttools.experts import build  # noqa: E402
+from drafttools.experts import build
 
 HAVE_NVRTC = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cuda_nvrtc")
 pytestmark = pytest.mark.skipif(not HAVE_NVRTC, reason="needs nvidia-cuda-nvrtc-cu12==12.9.86")
