@@ -17,13 +17,15 @@ BYTES_PER_SECOND = 50_000_000
 PEAK_BYTES = 200_000_000
 
 CHILD = """
-import json, resource, sys, time
+import json, re, sys, time
+from pathlib import Path
 from drafttools.acceptance.records import Rules
 from drafttools.acceptance.sources import read
 from drafttools.acceptance.summary import summarize
 start, cpu = time.perf_counter(), time.process_time()
 run = summarize(read(sys.argv[1], Rules()))
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# ru_maxrss would count the process that started this one.
+peak = 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
 print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "run": run}))
 """
