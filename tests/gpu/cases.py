@@ -13,9 +13,10 @@ from tests.gpu.shapes import EXPERTS, EXPERTS_HIDDEN, WIDTH, WRONG_EVERY, succes
 PROMPTS = [[(7 * i + 3 * j) % 250 + 1 for j in range(5 + i)] for i in range(4)]
 QUESTION = {"prompts": PROMPTS, "max_tokens": 32, "one_by_one": True}
 TURN = {"prompts": [*PROMPTS, *PROMPTS], "max_tokens": 384}
-TURNS = 14
+TURNS = 40
 WARM_UP = 2  # turns left out of the figures
 LEAST_RATIO = 0.995
+WIDEST = 0.03  # between the quartiles of the ratios; wider than that the median tells nothing about LEAST_RATIO
 
 EAGLE = {"method": "eagle", "model": "llama_eagle", "num_speculative_tokens": 2}
 WIDE_EAGLE = {**EAGLE, "model": "wide_eagle"}
@@ -124,8 +125,10 @@ ENGINES: list[Engine] = [*_cost_engines(), *_expert_engines(), *_routing_engines
 NOT_COVERED = [
     "Two GPUs: tensor parallelism, all-reduces by path, a lossy reduce under CUDA graphs.",
     "A whole DeepSeek-V4 model: its residual kernels on NVIDIA (vllm/model_executor/kernels/mhc/tilelang.py) are "
-    "TileLang ones. The routing cases run everything else of that failure, with GLM-4's layers around it: vLLM's "
-    "DeepSeek-V4 quantization config, its expert loader and its 4-bit expert kernels.",
+    "TileLang ones. The routing cases put GLM-4's layers around the rest: vLLM's DeepSeek-V4 quantization config, its "
+    "expert loader and its 4-bit expert kernels. What DeepSeek-V4's own classes rename while loading is not run.",
+    "FlashInfer, DeepGEMM and FlashAttention 2: not on the machine, so VLLM_USE_FLASHINFER_SAMPLER=0 and "
+    "VLLM_USE_DEEP_GEMM=0 in every engine. Attention ran FlashAttention 3, 4-bit experts ran Marlin.",
     "Qwen4Exp: the FP8 expert cases use GLM-4's MTP class, let in by DRAFTTOOLS_FP8_EXPERTS_UNSUPPORTED=1.",
 ]
 
@@ -295,9 +298,15 @@ def same_memory(stock: Outcome, shim: Outcome) -> Verdict:
 
 
 def not_slower(shim: Outcome, stock: Outcome) -> Verdict:
-    """The median of paired ratios of tokens/s is at least LEAST_RATIO."""
+    """The median of paired ratios of tokens/s is at least LEAST_RATIO, and the ratios agree well enough to say so."""
     ratios = paired_ratios(shim, stock)
-    return len(ratios) >= 4 and statistics.median(ratios) >= LEAST_RATIO, f"shim / stock: {spread(ratios)}"
+    detail = f"shim / stock: {spread(ratios)}"
+    if len(ratios) < 4:
+        return False, detail
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    if high - low > WIDEST:
+        return False, f"too noisy to tell: {detail}"
+    return middle >= LEAST_RATIO, detail
 
 
 def _scope_checks() -> list[Check]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 PROBE = ROOT / "tests" / "engine" / "probe"
 STAGGER_S = 1.0
 POLL_S = 0.05
-TURNS_S = 45  # for all turns, after the deadline
+ROUND_S = 60.0  # the longest a round may take
+SETTLE_S = 5.0  # between the last load and the first turn
 INSPECTED = "inspected"
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -89,6 +92,7 @@ class Running:
             stdout=subprocess.PIPE,
             stderr=self.log.open("w"),
             text=True,
+            start_new_session=True,
         )
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -113,13 +117,13 @@ class Running:
         return self._process.poll() is not None
 
     def stop(self, grace_s: float = 20) -> int:
-        """Close its input, wait, and kill it if it stays. Returns its exit status."""
-        try:
+        """Close its input, wait, and kill what is left of its session. Returns its exit status."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             assert self._process.stdin is not None
             self._process.stdin.close()
             self._process.wait(grace_s)
-        except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
 
     def failure(self) -> str:
@@ -127,7 +131,7 @@ class Running:
         text = "\n".join(
             path.read_text(errors="replace") for path in (self.directory / "stdout", self.log) if path.exists()
         )
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in text.splitlines() if line.strip() and "%|" not in line]  # no progress bars
         errors = [line for line in lines if "Error" in line and "Traceback" not in line]
         return (errors or lines or ["no output"])[-1][-400:]
 
@@ -205,12 +209,14 @@ def run(
     turns: int,
     at_once: int,
     deadline: float,
+    turns_s: float,
 ) -> dict[str, Outcome]:
     """Run every engine: `question` to each as soon as it is loaded, then `turns` timed rounds in each group.
 
     Args:
         at_once: processes alive at a time; the ones that take turns are started first and stay.
         deadline: time.monotonic() after which what is not ready is stopped and reported as such.
+        turns_s: seconds after which no further round is begun.
     """
     waiting = sorted(engines, key=lambda engine: not engine.takes_turns)
     finishing = ThreadPoolExecutor()  # leaving takes seconds; the others must not wait for it
@@ -237,7 +243,9 @@ def run(
     for engine in waiting:
         outcomes[engine.name].error = "not started: no time was left"
     finishing.shutdown(wait=True)  # so that nothing else runs during the turns
-    _take_turns(parked, outcomes, turn, turns, deadline)
+    if parked:
+        time.sleep(SETTLE_S)
+        _take_turns(parked, outcomes, turn, turns, time.monotonic() + turns_s)
     with ThreadPoolExecutor() as leaving:
         for running in parked:
             leaving.submit(_finish, running, outcomes[running.engine.name])
@@ -270,12 +278,12 @@ def _take_turns(
         groups.setdefault(running.engine.takes_turns, []).append(running)
     for members in groups.values():
         for number in range(turns):
-            if time.monotonic() > deadline + TURNS_S:
+            if time.monotonic() > deadline:
                 return
             order = members if number % 2 == 0 else members[::-1]
             for running in order:
                 running.ask(turn)
-                answer = running.answer(deadline + TURNS_S - time.monotonic())
+                answer = running.answer(ROUND_S)
                 if answer is not None:
                     outcomes[running.engine.name].answers.append(_counted(answer))
 

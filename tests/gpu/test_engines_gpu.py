@@ -31,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     from tests.gpu import validate
 
     out: Path = tmp_path_factory.mktemp("gpu")
-    return validate.validate(out, cases.ENGINES, at_once=20, budget_s=900, turns=cases.TURNS)
+    return validate.validate(out, cases.ENGINES, at_once=20, budget_s=900, turns=cases.TURNS, turns_s=300)
 
 
 @pytest.mark.parametrize("check", cases.CHECKS, ids=lambda check: check.name)

@@ -125,6 +125,10 @@ def test_cost_is_judged_on_paired_turns_after_the_warm_up() -> None:
     assert cases.not_slower(outcome(), outcome())[0]
     assert not cases.not_slower(slow, outcome())[0]
     assert not cases.not_slower(outcome(answers=outcome().answers[:3]), outcome())[0]
+    uneven = [{**turn, "seconds": 0.8 + 0.1 * (n % 5)} for n, turn in enumerate(outcome().answers[1:])]
+    good, detail = cases.not_slower(outcome(answers=[outcome().answers[0], *uneven]), outcome())
+    assert not good
+    assert detail.startswith("too noisy to tell")
 
 
 def test_memory_must_fall_by_half_of_the_experts() -> None:
@@ -176,6 +180,7 @@ def test_engines_run_side_by_side_and_take_turns(tmp_path: Path, monkeypatch: py
         engines, "_command", lambda engine, *_: sleeper if engine.name == "late" else [str(fake), f"--{engine.model}"]
     )
     monkeypatch.setattr(engines, "STAGGER_S", 0.0)
+    monkeypatch.setattr(engines, "SETTLE_S", 0.0)
     listed = [
         Engine("one", "runs", {}, takes_turns="g"),
         Engine("two", "runs", {}, takes_turns="g"),
@@ -192,6 +197,7 @@ def test_engines_run_side_by_side_and_take_turns(tmp_path: Path, monkeypatch: py
         turns=4,
         at_once=4,
         deadline=time.monotonic() + 4,
+        turns_s=10,
     )
     assert [len(outcomes[name].answers) for name in ("one", "two", "plain")] == [5, 5, 1]
     assert outcomes["one"].answers[1]["count"] == 7

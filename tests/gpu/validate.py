@@ -37,6 +37,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--budget", type=float, default=450, help="seconds for loading and serving (default: %(default)s)"
     )
+    parser.add_argument(
+        "--turns-budget", type=float, default=300, help="seconds for timed rounds (default: %(default)s)"
+    )
     parser.add_argument("--turns", type=int, default=cases.TURNS, help="timed rounds (default: %(default)s)")
     options = parser.parse_args(argv)
     if options.render:
@@ -44,7 +47,9 @@ def main(argv: list[str] | None = None) -> None:
         return
     if options.out is None:
         parser.error("give --out or --render")
-    results = validate(options.out, chosen(options.only), options.at_once, options.budget, options.turns)
+    results = validate(
+        options.out, chosen(options.only), options.at_once, options.budget, options.turns, options.turns_budget
+    )
     rows = verdicts(results)
     for name, verdict, detail in sorted(rows, key=lambda row: row[1] != "not run"):
         print(f"{verdict:8} {name}: {detail[:180]}")
@@ -56,7 +61,9 @@ def chosen(only: str) -> list[Engine]:
     return [engine for engine in cases.ENGINES if re.search(only, engine.name)]
 
 
-def validate(out: Path, engines: list[Engine], at_once: int, budget_s: float, turns: int) -> dict[str, Any]:
+def validate(
+    out: Path, engines: list[Engine], at_once: int, budget_s: float, turns: int, turns_s: float
+) -> dict[str, Any]:
     """Make the checkpoints, run the engines, write the files, and return the results as they were written."""
     from tests.gpu import checkpoints
 
@@ -77,6 +84,7 @@ def validate(out: Path, engines: list[Engine], at_once: int, budget_s: float, tu
             turns=turns,
             at_once=at_once,
             deadline=started + budget_s,
+            turns_s=turns_s,
         )
         results = {"environment": environment(), "outcomes": {n: asdict(o) for n, o in outcomes.items()}}
         (out / "results.json").write_text(json.dumps(results))
