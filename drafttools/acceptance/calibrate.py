@@ -136,7 +136,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Calibrate the acceptance judge by simulation.")
     parser.add_argument("--simulations", type=int, default=1000)
-    parser.add_argument("--replicates", type=int, default=500)
+    parser.add_argument("--replicates", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     for line in lines(arguments.simulations, arguments.seed, arguments.replicates):
