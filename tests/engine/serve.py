@@ -48,5 +48,7 @@ if __name__ == "__main__":
     if {"--import-drafttools", "--children-off"} & set(sys.argv):
         import drafttools  # noqa: F401
     if "--children-off" in sys.argv:
+        import vllm  # noqa: F401 - registers the patches here, before the children are told not to
+
         os.environ["DRAFTTOOLS"] = "off"
     main()
