@@ -1,6 +1,7 @@
 """Time the FP8 expert kernel beside vLLM's own kernels and the memory floor, in one run on one GPU.
 
     python kernels/bench_experts.py [--json FILE] [--tokens 1 2 4 ...] [--block]
+    python kernels/bench_experts.py --render FILE    # that file as Markdown, no GPU needed
 
 Times are medians of captured CUDA graphs, the L2 cache flushed before each replay, microseconds on the device.
 The peers, `fused_experts` on FP16 weights and Marlin on FP8, are timed where vLLM is importable. `floor_us` is the
@@ -207,10 +208,33 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     return record
 
 
+COLUMNS = {
+    "M": ("M", "{}"),
+    "touched": ("experts in use", "{}"),
+    "floor_us": ("floor us", "{:.1f}"),
+    "fp8_experts_us": ("fp8_experts us", "{:.1f}"),
+    "fused_experts_fp16_us": ("FP16 fused_experts us", "{:.1f}"),
+    "marlin_fp8_us": ("Marlin FP8 us", "{:.1f}"),
+    "ratio_to_better_peer": ("of the better peer", "{:.3f}"),
+    "error": ("relative error", "{:.1e}"),
+}
+
+
+def render(record: dict[str, object]) -> str:
+    """A record as a Markdown table under the run's circumstances."""
+    rows = record["rows"]
+    used = [key for key in COLUMNS if key in rows[0]]
+    lines = [f"- {key}: {value}" for key, value in record.items() if key != "rows"]
+    lines += ["", "| " + " | ".join(COLUMNS[key][0] for key in used) + " |", "|---" * len(used) + "|"]
+    lines += ["| " + " | ".join(COLUMNS[key][1].format(row[key]) for key in used) + " |" for row in rows]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Parse the command line, measure, print and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--render", type=Path, help="print this record as Markdown instead of measuring")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--experts", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=2560)
@@ -220,6 +244,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=101)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.render:
+        print(render(json.loads(arguments.render.read_text())))
+        return
     record = measure(arguments)
     print({key: value for key, value in record.items() if key != "rows"})
     if arguments.json:

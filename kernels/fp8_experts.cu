@@ -725,22 +725,29 @@ __device__ __forceinline__ void down_tile(const Params& p) {
 
 // out[m] = sum of the token's weighted expert outputs, in the order of its choices.
 __device__ __forceinline__ void sum_choices(const Params& p) {
-  const int units = p.hidden / 8;
-  const int i = blockIdx.x * kReduceThreads + threadIdx.x;
-  const int token = i / units, unit = i % units;
-  wait_for_previous_kernel();
-  if (token >= p.tokens) return;
+  constexpr int kAtOnce = 10;
+  const int units = p.hidden / 8, i = blockIdx.x * kReduceThreads + threadIdx.x;
+  const int token = i / units, unit = i % units, first = token * p.top_k;
+  if (token >= p.tokens) return wait_for_previous_kernel();
   float sum[8] = {};
-#pragma unroll 5
-  for (int choice = 0; choice < p.top_k; ++choice) {
-    const int pair = token * p.top_k + choice;
-    if (expert_of(p, pair) < 0) continue;
-    const uint4 v = load16(p.partial + size_t(pair) * p.hidden + unit * 8);
-    const u32 word[4] = {v.x, v.y, v.z, v.w};
+  for (int base = 0; base < p.top_k; base += kAtOnce) {
+    bool valid[kAtOnce];
+    uint4 v[kAtOnce];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      sum[2 * j] += to_float(u16(word[j]));
-      sum[2 * j + 1] += to_float(u16(word[j] >> 16));
+    for (int c = 0; c < kAtOnce; ++c) valid[c] = base + c < p.top_k && expert_of(p, first + base + c) >= 0;
+    wait_for_previous_kernel();
+    // Rows nobody wrote are read too, and dropped below: loads that wait for no branch overlap.
+#pragma unroll
+    for (int c = 0; c < kAtOnce; ++c)
+      v[c] = load16(p.partial + size_t(first + min(base + c, p.top_k - 1)) * p.hidden + unit * 8);
+#pragma unroll
+    for (int c = 0; c < kAtOnce; ++c) {
+      const u32 word[4] = {v[c].x, v[c].y, v[c].z, v[c].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        sum[2 * j] += valid[c] ? to_float(u16(word[j])) : 0.0f;
+        sum[2 * j + 1] += valid[c] ? to_float(u16(word[j] >> 16)) : 0.0f;
+      }
     }
   }
   *reinterpret_cast<uint4*>(p.out + size_t(token) * p.hidden + unit * 8) =
