@@ -21,7 +21,7 @@ from drafttools.experts.build import compile_with_nvrtc
 PROCESSORS, CLOCK, BANDWIDTH, REGISTERS, WARPS, SCHEDULERS = 80, 1.53e9, 900e9, 65536, 64, 4
 BLOCK_WARPS = 4  # kGateWarps, kDownWarps in fp8_experts.h
 KERNELS = ("gate_up_direct", "down_direct", "gate_up_8", "down_8", "gate_up_16", "down_16")
-E, H, I, TOP_K = 512, 2560, 160, 10
+EXPERTS, HIDDEN, LOCAL, TOP_K = 512, 2560, 160, 10
 
 
 def registers(log: str) -> dict[str, int]:
@@ -69,11 +69,11 @@ def main() -> None:
         print(f"| {name} | {used[name]} | {warps} | {count / loaded * 1024:.0f} | {hmma / loaded * 1024:.0f} |")
     print("\n| M | experts in use | MB | us at 900 GB/s | us to issue |\n|---|---|---|---|---|")
     for tokens in (1, 2, 4, 8, 16, 64, 256):
-        touched = E * (1 - (1 - TOP_K / E) ** tokens)
+        touched = EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** tokens)
         route, passes = ("direct", tokens * TOP_K) if tokens <= 16 else ("8", touched)
-        issued = passes * (2 * I * H * per_byte[f"gate_up_{route}"] + H * I * per_byte[f"down_{route}"])
+        issued = passes * LOCAL * HIDDEN * (2 * per_byte[f"gate_up_{route}"] + per_byte[f"down_{route}"])
         issue = issued / (PROCESSORS * SCHEDULERS * CLOCK)
-        size = touched * 3 * I * H
+        size = touched * 3 * LOCAL * HIDDEN
         print(f"| {tokens} | {touched:.0f} | {size / 1e6:.0f} | {size / BANDWIDTH * 1e6:.0f} | {issue * 1e6:.0f} |")
 
 
