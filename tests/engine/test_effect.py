@@ -1,65 +1,78 @@
-"""A lossy all-reduce in the draft costs acceptance, and drafttools gives it back: measured on a real engine."""
+"""A lossy switch in the draft costs acceptance, and drafttools gives it back: measured on a real engine."""
 
 from __future__ import annotations
 
 import json
-import pathlib
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from tests.engine.effect import arms
 from tests.engine.effect.acceptance import difference
+from tests.engine.effect.arms import ARMS, EXACT, SWITCHES, Arm, Served
 
-pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-TARGET_REDUCES = 5  # the embedding, and attention and MLP of two layers
+GATES = {"INT4 all-reduce": "quick_reduce", "FP4 experts": "a4w4"}
+# Per target forward: the reductions of the embedding and of two layers' attention and MoE; the MoE of two layers.
+TARGET_LOWERED = {"INT4 all-reduce": 5, "FP4 experts": 2}
+
+each_switch = pytest.mark.parametrize("switch", SWITCHES)
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("report")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reports")
 
 
 @pytest.fixture(scope="module")
-def served(report: pathlib.Path) -> dict[str, dict[str, Any]]:
+def results(reports: Path) -> dict[Arm, Served]:
     pytest.importorskip("vllm")
-    results = {arm: arms.run(arm, report) for arm in arms.ARMS}
-    print(arms.table(results))
-    return results
+    return {arm: arms.run(arm, reports / str(arm)) for arm in ARMS}
 
 
-def test_acceptance_falls_under_the_codec(served: dict[str, dict[str, Any]]) -> None:
-    fall = difference(served["no codec"]["requests"], served["codec"]["requests"])
-    assert fall.high < 0, fall
+@each_switch
+def test_acceptance_falls_under_the_switch(results: dict[Arm, Served], switch: str) -> None:
+    assert difference(results[EXACT].requests, results[Arm(switch)].requests).high < 0, arms.table(results)
 
 
-def test_acceptance_recovers_under_drafttools(served: dict[str, dict[str, Any]]) -> None:
-    recovery = difference(served["codec"]["requests"], served[arms.SHIMMED]["requests"])
-    assert recovery.low > 0, recovery
+@each_switch
+def test_acceptance_recovers_under_drafttools(results: dict[Arm, Served], switch: str) -> None:
+    lowered, restored = results[Arm(switch)], results[Arm(switch, drafttools=True)]
+    assert difference(lowered.requests, restored.requests).low > 0, arms.table(results)
 
 
-def test_no_reduction_of_the_draft_uses_the_codec_under_drafttools(served: dict[str, dict[str, Any]]) -> None:
-    assert arms.reduces(served["codec"], "draft", "codec") == arms.reduces(served["codec"], "draft", "asked") > 0
-    assert arms.reduces(served[arms.SHIMMED], "draft", "asked") > 0
-    assert arms.reduces(served[arms.SHIMMED], "draft", "codec") == 0
+@each_switch
+def test_nothing_of_the_draft_is_lowered_under_drafttools(results: dict[Arm, Served], switch: str) -> None:
+    lowered, restored = results[Arm(switch)], results[Arm(switch, drafttools=True)]
+    assert lowered.count("draft", "lowered") == lowered.count("draft", "asked") > 0
+    assert restored.count("draft", "asked") > 0
+    assert restored.count("draft", "lowered") == 0
 
 
-def test_the_target_uses_the_codec_as_before(served: dict[str, dict[str, Any]]) -> None:
-    assert arms.per_forward(served["no codec"]) == 0
-    assert arms.per_forward(served["codec"]) == TARGET_REDUCES
-    assert arms.per_forward(served[arms.SHIMMED]) == TARGET_REDUCES
+@each_switch
+def test_the_target_is_lowered_as_before(results: dict[Arm, Served], switch: str) -> None:
+    assert results[EXACT].lowered_per_forward == 0
+    assert results[Arm(switch)].lowered_per_forward == TARGET_LOWERED[switch]
+    assert results[Arm(switch, drafttools=True)].lowered_per_forward == TARGET_LOWERED[switch]
 
 
-def test_the_report_says_that_all_were_declined(served: dict[str, dict[str, Any]], report: pathlib.Path) -> None:
-    workers = [json.loads(path.read_text()) for path in report.glob("drafttools-*.json")]
-    gates = [worker["gates"]["quick_reduce"] for worker in workers if worker["drafts"]]
+@each_switch
+def test_the_report_says_what_was_declined(results: dict[Arm, Served], reports: Path, switch: str) -> None:
+    assert results
+    directory = reports / str(Arm(switch, drafttools=True))
+    written = [json.loads(path.read_text()) for path in directory.glob("drafttools-*.json")]
+    gates = [report["gates"][GATES[switch]] for report in written if report["drafts"]]
     assert len(gates) == 2
-    for gate in gates:
-        assert gate["declined"] == gate["asked"] > 0
+    assert all(gate["declined"] == gate["asked"] > 0 for gate in gates), gates
 
 
-def test_each_request_adds_up_to_the_engine_counters(served: dict[str, dict[str, Any]]) -> None:
-    for counted in served.values():
-        for what in ("drafts", "accepted"):
-            assert sum(request[what] for request in counted["requests"]) == counted[what]
+def test_requests_add_up_to_the_engine_counters(results: dict[Arm, Served]) -> None:
+    for served in results.values():
+        assert sum(request["drafts"] for request in served.requests) == served.drafts
+        assert sum(request["accepted"] for request in served.requests) == served.accepted
+
+
+def test_prompts_and_outputs_are_as_many_in_every_arm(results: dict[Arm, Served]) -> None:
+    shapes = {tuple(len(request["tokens"]) for request in served.requests) for served in results.values()}
+    assert len(shapes) == 1

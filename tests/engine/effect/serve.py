@@ -42,7 +42,7 @@ def engine(target: str, draft: str) -> Any:
         dtype="bfloat16",
         skip_tokenizer_init=True,
         enforce_eager=True,
-        max_model_len=PROMPT_TOKENS + OUTPUT_TOKENS + SPECULATIVE_TOKENS + 1,
+        max_model_len=2 * (PROMPT_TOKENS + OUTPUT_TOKENS),
         max_num_seqs=REQUESTS,
         disable_log_stats=False,
         per_request_spec_decode_metrics="summary",
