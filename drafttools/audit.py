@@ -191,7 +191,8 @@ def _row(
 ) -> dict[str, Any]:
     stored = lookup.stored
     known = Format(reply["format"]) if reply and reply["format"] else None
-    decision = _decide(source, prefix, lookup, known, family)
+    failed = bool(reply and reply["error"] and known is None)
+    decision = _decide(source, prefix, lookup, known, family, failed)
     if lookup.place.problem:
         result.problems.append(f"{prefix}: {lookup.place.problem}")
         result.incomplete = True
@@ -216,7 +217,7 @@ def _row(
     }
 
 
-def _decide(source: Source, prefix: str, lookup: Lookup, known: Format | None, family: str) -> Decision:
+def _decide(source: Source, prefix: str, lookup: Lookup, known: Format | None, family: str, failed: bool) -> Decision:
     if not lookup.place.draft:
         return Decision(Action.KEEP, known or (lookup.stored.format if lookup.stored.format.loadable else None))
     return decide(
@@ -225,6 +226,7 @@ def _decide(source: Source, prefix: str, lookup: Lookup, known: Format | None, f
         routed_experts=prefix.endswith("experts"),
         trunk_nvfp4=source.trunk_nvfp4,
         family=family,
+        stock_failed=failed,
     )
 
 

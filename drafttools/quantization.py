@@ -112,7 +112,7 @@ def _route(wrapped: Method, config: Any, layer: Any, prefix: str) -> Any:
     except Exception as error:  # a method that finds no kernel here is no reason to fail, if it is the wrong one
         failure, known = error, read_by(chosen) if (chosen := chosen_before(error)) else None
     lookup = source.lookup(prefix, getattr(config, "packed_modules_mapping", None))
-    decision = _decide(source, config, lookup, known, kind)
+    decision = _decide(source, config, lookup, known, kind, stock_failed=failure is not None)
     replace = decision.action is Action.REPLACE and settings.mode() == "enforce"
     if decision.action is Action.STOP and settings.mode() == "enforce" and not settings.allow_unverified():
         raise DraftToolsError(_refusal(prefix, lookup, known, config, decision.reason)) from failure
@@ -132,7 +132,9 @@ def _route(wrapped: Method, config: Any, layer: Any, prefix: str) -> Any:
     return method
 
 
-def _decide(source: Source, config: Any, lookup: Lookup, known: Format | None, kind: str) -> Decision:
+def _decide(
+    source: Source, config: Any, lookup: Lookup, known: Format | None, kind: str, *, stock_failed: bool = False
+) -> Decision:
     # A config that lists what its exporter left alone (DeepSeek-V4.1 from 0.32 on) needs no index rule.
     listed = bool(getattr(config, "_modelopt_ignore", ()))
     return decide(
@@ -141,6 +143,7 @@ def _decide(source: Source, config: Any, lookup: Lookup, known: Format | None, k
         routed_experts=kind == "experts",
         trunk_nvfp4=source.trunk_nvfp4 and not listed,
         family=str(config.get_name()),
+        stock_failed=stock_failed,
     )
 
 
@@ -164,7 +167,7 @@ def _refusal(prefix: str, lookup: Lookup, stock: Format | None, config: Any, rea
 
     return (
         f"draft layer {prefix}: the checkpoint holds {lookup.stored.format}, {type(config).__name__} of vLLM "
-        f"{vllm.__version__} chose a method for {stock or 'a format drafttools does not know'}, and none fits "
+        f"{vllm.__version__} chose {f'a method for {stock}' if stock else 'no method drafttools knows'}, and none fits "
         f"({reason}). Run `drafttools audit` on the checkpoint, use one whose draft vLLM can load, or set "
         f"{settings.ALLOW_UNVERIFIED}=1 to let stock's choice stand and have it reported"
     )

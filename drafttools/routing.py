@@ -128,22 +128,32 @@ def buildable(lookup: Lookup, *, routed_experts: bool, family: str) -> bool:
     return stored.format in (Format.FP8_TENSOR, Format.MXFP8) and scale is not None
 
 
-def decide(lookup: Lookup, stock: Format | None, *, routed_experts: bool, trunk_nvfp4: bool, family: str) -> Decision:
+def decide(
+    lookup: Lookup,
+    stock: Format | None,
+    *,
+    routed_experts: bool,
+    trunk_nvfp4: bool,
+    family: str,
+    stock_failed: bool = False,
+) -> Decision:
     """Decide for one layer of a draft.
 
-    `stock` is the format that stock's method reads (None: a method we do not know), `family` the name of the
-    quantization config that chose it. The headers win over the index rule, which needs none of them.
+    `stock` is the format that stock's method reads (None: a method we do not know, or none at all when
+    `stock_failed`), `family` the name of the quantization config that was asked. The headers win over the index rule,
+    which needs none of them.
     """
     stored = lookup.stored
     if stored.format is Format.MIXED:
         return Decision(Action.STOP, None, f"one runtime module, several stored formats: {stored.note}")
     if not stored.format.loadable:
         return _without_headers(lookup, stock, routed_experts and trunk_nvfp4)
-    if stock is None:
+    if stock is None and not stock_failed:
         return Decision(Action.UNVERIFIED, stored.format, "stock's method is not one drafttools knows")
-    if reads(stock, stored):
+    if stock is not None and reads(stock, stored):
         return Decision(Action.KEEP, stored.format)
-    contradiction = f"stock reads {stock}, the checkpoint holds {stored.format}"
+    answer = f"reads {stock}" if stock is not None else "has no method"
+    contradiction = f"stock {answer}, the checkpoint holds {stored.format}"
     if buildable(lookup, routed_experts=routed_experts, family=family):
         return Decision(Action.REPLACE, stored.format, contradiction)
     return Decision(Action.STOP, None, contradiction)

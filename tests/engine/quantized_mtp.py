@@ -79,8 +79,12 @@ def write(directory: Path, quantization: str) -> Path:
     tensors[f"{draft}.input_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN) / 16], dim=1)
     for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
         tensors[f"{draft}.{norm}.weight"] = torch.ones(HIDDEN)
-    floats = {k: v.to(torch.bfloat16) if v.is_floating_point() and not k.endswith("scale") else v for k, v in tensors.items()}
-    save_file({k: v.contiguous() for k, v in floats.items()}, directory / "model.safetensors", metadata={"format": "pt"})
+    floats = {
+        k: v.to(torch.bfloat16) if v.is_floating_point() and not k.endswith("scale") else v for k, v in tensors.items()
+    }
+    save_file(
+        {k: v.contiguous() for k, v in floats.items()}, directory / "model.safetensors", metadata={"format": "pt"}
+    )
     (directory / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": QUANTIZATION[quantization]}))
     return directory
 

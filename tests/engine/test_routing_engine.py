@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from drafttools import attest
-from drafttools.audit import audit, compare_reports, open_for_audit
+from drafttools.audit import compare_reports, open_for_audit
+from drafttools.formats import Format
 from drafttools.routing import Action
 from tests.engine import harness, quantized_mtp
 
@@ -43,10 +44,13 @@ def test_outputs_are_the_target_s_own(served: dict[str, harness.Served]) -> None
 
 
 def test_draft_is_accepted_only_as_shipped(served: dict[str, harness.Served]) -> None:
-    """Stock reads BF16 as int8 without a word and accepts nothing; as shipped this draft is always right."""
+    """Stock reads BF16 as int8 without a word; as shipped this draft is always right.
+
+    Stock's int8 scales are never loaded and hold whatever memory did, so a chance hit is not excluded.
+    """
     stock, ours = served["stock"].metrics, served["drafttools"].metrics
     assert stock[DRAFTS] > 40
-    assert stock[ACCEPTED] == 0
+    assert stock[ACCEPTED] < 0.05 * stock[DRAFTS]
     assert ours[ACCEPTED] == ours[DRAFTS] > 40
 
 
@@ -64,6 +68,6 @@ def test_report_and_audit_agree(served: dict[str, harness.Served]) -> None:
     assert {(layer["stock"], layer["effective"], layer["action"]) for layer in layers.values()} == {
         ("int8_channel", "unquantized", Action.REPLACE)
     }
-    model = str(served["model"])
-    assert compare_reports(open_for_audit(model), reports) == []
-    assert {row["stored"] for row in audit(model).modules} == {"unquantized"}
+    source = open_for_audit(str(served["model"]))
+    assert {source.lookup(prefix).stored.format for prefix in layers} == {Format.UNQUANTIZED}
+    assert compare_reports(source, reports) == []

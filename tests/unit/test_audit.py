@@ -124,7 +124,13 @@ def test_command_line(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if "model.layers.3.ffn.experts" in line]
-    assert [cell.strip() for cell in line.split("│")[1:-1]] == ["model.layers.3.ffn.experts", "3", "mxfp4", "nvfp4", "mxfp4"]
+    assert [cell.strip() for cell in line.split("│")[1:-1]] == [
+        "model.layers.3.ffn.experts",
+        "3",
+        "mxfp4",
+        "nvfp4",
+        "mxfp4",
+    ]
     assert "verdict: fixed" in done.stdout
 
 

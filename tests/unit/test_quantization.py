@@ -148,3 +148,12 @@ def test_routed_experts_by_value(cls: str | None, tmp_path: Path, vllm_process: 
     stock = vllm_process.call(routing_layers.experts_output, str(directory), prefix, True, cls, mode="off")
     assert stock["method"] == "ModelOptNvFp4FusedMoE"
     assert stock["load"] or stock["error"] > 0.5
+
+
+def test_quark_mtp_layers(tmp_path: Path, vllm_process: VllmProcess) -> None:
+    """Quark keys its MTP layers `model.mtp.0`, which no runtime prefix is: the tensors say FP8 blocks."""
+    case = json.loads(json.dumps(CASES["Q18-quark-mtp-keys"]))
+    case["config"]["quantization_config"]["export"] = {"kv_cache_group": [], "pack_method": "reorder"}
+    directory = str(write_case(case, tmp_path / "checkpoint"))
+    prefixes = [ask["prefix"] for ask in case["ask"]]
+    assert formats(vllm_process.call(routing_layers.ask_all, directory, prefixes)) == ["fp8_block", "nvfp4"]

@@ -46,7 +46,10 @@ def load_draft(directory: str) -> dict[str, Any]:
     block = model.model.mtp_layers["2"].mtp_block
     gate_up = [stored[f"model.mtp_layers.0.mlp.{name}.weight"] for name in ("gate_proj", "up_proj")]
     return {
-        "methods": [type(block.mlp.gate_up_proj.quant_method).__name__, type(block.mlp.down_proj.quant_method).__name__],
+        "methods": [
+            type(block.mlp.gate_up_proj.quant_method).__name__,
+            type(block.mlp.down_proj.quant_method).__name__,
+        ],
         "equal": bool(torch.equal(block.mlp.gate_up_proj.weight, torch.cat(gate_up)))
         and bool(torch.equal(block.mlp.down_proj.weight, stored["model.mtp_layers.0.mlp.down_proj.weight"])),
         "target_config_unchanged": repr(sorted(vars(config.quant_config).items(), key=lambda item: item[0]))

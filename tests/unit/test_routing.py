@@ -70,6 +70,15 @@ def test_unknown_method_is_unverified() -> None:
     assert decided(lookup(MXFP4), None).action is Action.UNVERIFIED
 
 
+def test_stock_without_an_answer_is_replaced() -> None:
+    """vLLM raises for fused shards that its config describes differently; the tensors still say what they are."""
+    rule = {"routed_experts": True, "trunk_nvfp4": False, "family": "quark", "stock_failed": True}
+    decision = decide(lookup(MXFP4), None, **rule)
+    assert (decision.action, decision.answer) == (Action.REPLACE, Format.MXFP4)
+    assert "stock has no method" in decision.reason
+    assert decide(lookup(MXFP4), Format.MXFP4, **rule).action is Action.KEEP  # the right one, without a kernel here
+
+
 # --- the index rule ---
 
 
