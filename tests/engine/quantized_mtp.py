@@ -1,7 +1,7 @@
 """Tiny MiMo checkpoints: a quantized target with one MTP layer left in BF16 beside it.
 
-Both are built to compute, not trained: a one-hot embedding, attention that adds nothing, and an MLP that maps a token to
-its successor under a fixed permutation, so a draft that runs as shipped is right every time and one whose MLP is
+Both are built to compute, not trained: a one-hot embedding, attention that adds nothing, and an MLP that maps a token
+to its successor under a fixed permutation, so a draft that runs as shipped is right every time and one whose MLP is
 misread repeats the last token and never is. MiMo, because its MTP layer is dense and takes the target's quantization
 config (vllm/model_executor/models/mimo_mtp.py).
 """

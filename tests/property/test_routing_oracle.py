@@ -259,8 +259,12 @@ def random_weight(seed: int) -> Array:
     seed=st.integers(0, 2**32 - 1),
     hidden=st.integers(1, 40),
     names=st.sampled_from(
-        [("mtp.0.mlp.down_proj", "model.layers.{}.mtp_block.mlp.down_proj"), ("mtp.layers.0.a", "mtp.layers.{}.a")]
-        + [("model.layers.{}.eh_proj", "layers.{}.eh_proj"), ("model.mtp.0.a.b", "model.mtp.layers.0.a.b")]
+        [
+            ("mtp.0.mlp.down_proj", "model.layers.{}.mtp_block.mlp.down_proj"),
+            ("mtp.layers.0.a", "mtp.layers.{}.a"),
+            ("model.layers.{}.eh_proj", "layers.{}.eh_proj"),
+            ("model.mtp.0.a.b", "model.mtp.layers.0.a.b"),
+        ]
     ),
 )
 @settings(max_examples=150, deadline=None)

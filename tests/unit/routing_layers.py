@@ -157,8 +157,8 @@ def experts_output(directory: str, prefix: str, scope: bool, cls: str | None = N
     with (
         building_draft(directory, scope=scope),
         mock.patch.object(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1)),
-        mock.patch.object(mxfp4, "select_deepseek_v4_mxfp4_moe_backend", lambda *a, **k: mxfp4_backend),
-        mock.patch.object(modelopt, "select_nvfp4_moe_backend", lambda *a, **k: nvfp4_backend),
+        mock.patch.object(mxfp4, "select_deepseek_v4_mxfp4_moe_backend", return_value=mxfp4_backend),
+        mock.patch.object(modelopt, "select_nvfp4_moe_backend", return_value=nvfp4_backend),
     ):
         layer = routed_experts(prefix, config_of(directory, cls))
     with safe_open(Path(directory) / "model.safetensors", framework="pt") as file:
@@ -248,7 +248,7 @@ def swiglu(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor
 
 
 def write_mxfp4_draft(directory: str) -> None:
-    """A DeepSeek-V4 checkpoint with an NVFP4 trunk and routed draft experts in MXFP4, at sizes a layer can be built in."""
+    """The tensors of a DeepSeek-V4 checkpoint with an NVFP4 trunk and MXFP4 routed experts in its draft layer."""
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(0)

@@ -34,7 +34,7 @@ ALSO_WRONG = {
 # Wrong in 0.32.0 only: it did not read exclude_modules from a flat ModelOpt config.
 WRONG_BEFORE_33 = {"Q13-wildcard-exclude"}
 CONFLICTS = {
-    "Q30-dspark-under-mtp": "the checkpoint holds a DSpark draft (markov_head, no enorm/hnorm) and the method asked for is mtp",
+    "Q30-dspark-under-mtp": CASES["Q30-dspark-under-mtp"]["problem"],
     "Q18-quark-mtp-keys": "stock cannot read the quantization config",  # the case's config is cut down
 }
 
@@ -97,7 +97,7 @@ def test_cases(case: dict[str, Any], tmp_path: Path, through: VllmProcess) -> No
 
 @pytest.mark.vllm
 def test_quark_with_its_export_section(tmp_path: Path, through: VllmProcess) -> None:
-    """The Quark case with the section that vLLM insists on: its MTP keys name no runtime prefix, ours come from tensors."""
+    """The Quark case with the section that vLLM insists on: its MTP keys name no runtime prefix."""
     case = json.loads(json.dumps(CASES["Q18-quark-mtp-keys"]))
     case["config"]["quantization_config"]["export"] = {"kv_cache_group": [], "pack_method": "reorder"}
     directory = write_case(case, tmp_path / "checkpoint")
