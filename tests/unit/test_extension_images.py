@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -18,7 +19,7 @@ from drafttools.experts import build
 HAVE_NVRTC = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cuda_nvrtc")
 pytestmark = pytest.mark.skipif(not HAVE_NVRTC, reason="needs nvidia-cuda-nvrtc-cu12==12.9.86")
 
-# Kernels that stream weights, in either route, and how many of their blocks a multiprocessor is to hold.
+# Kernels that stream weights, in either route.
 STREAMING = {"gate_up_direct", "gate_up_8", "gate_up_16", "down_direct", "down_8", "down_16"}
 
 
@@ -32,9 +33,12 @@ def disassembler() -> str | None:
     return shutil.which(Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
 
 
+compiled = functools.cache(build.compile_with_nvrtc)
+
+
 @pytest.fixture(scope="module")
 def volta() -> tuple[bytes, str]:
-    return build.compile_with_nvrtc("sm_70")
+    return compiled("sm_70")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def sass(volta: tuple[bytes, str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize("name", ["sm_70", "sm_80", "sm_90"])
 def test_no_kernel_spills(name: str) -> None:
-    _, log = build.compile_with_nvrtc(name)
+    _, log = compiled(name)
     kernels = re.findall(r"Compiling entry function '(\w+)'", log)
     assert set(kernels) >= STREAMING | {"route", "reduce"}
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
