@@ -6,7 +6,7 @@ never exist whole. A tensor that is wrong, missing or there twice stops the load
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -18,12 +18,12 @@ _NAMED_MISSING = 4
 
 
 class ExpertLoader:
-    """Loads one layer of experts into `tensors` and keeps account of what has come.
+    """Loads one layer of experts and keeps account of what has come.
 
     Args:
         layer: the layer's name, for errors.
         layout: the shapes; `layout.blocks` tells the checkpoint-native route from the online one.
-        tensors: w13, w13_scale, w2 and w2_scale in those shapes.
+        tensor: gives w13, w13_scale, w2 and w2_scale by name; asked each time, since vLLM may move them.
         projections: checkpoint names of w1, w2 and w3.
         scale_suffix: the checkpoint's name for a scale, on the native route.
     """
@@ -32,11 +32,11 @@ class ExpertLoader:
         self,
         layer: str,
         layout: Layout,
-        tensors: Mapping[str, torch.Tensor],
+        tensor: Callable[[str], torch.Tensor],
         projections: Mapping[str, str],
         scale_suffix: str = "weight_scale_inv",
     ) -> None:
-        self.layer, self.layout, self.tensors = layer, layout, tensors
+        self.layer, self.layout, self.tensor = layer, layout, tensor
         self.projections, self.scale_suffix = projections, scale_suffix
         self.complete = False
         self._loaded: set[tuple[int, str, str]] = set()
@@ -109,7 +109,7 @@ class ExpertLoader:
 
     def _load_and_quantize(self, loaded: torch.Tensor, shard: str, expert: int) -> None:
         weight = self._own_part(loaded, shard)
-        quantized, scale = quantize_rows(weight.to(self.tensors["w13"].device))
+        quantized, scale = quantize_rows(weight.to(self.tensor("w13").device))
         self._rows("w2" if shard == "w2" else "w13", shard, expert).copy_(quantized)
         self._rows("w2_scale" if shard == "w2" else "w13_scale", shard, expert).copy_(scale)
 
@@ -142,9 +142,9 @@ class ExpertLoader:
             raise ExpertWeightError(f"expected shape {expected}, got {list(loaded.shape)}")
         return loaded.narrow(axis, layout.tp_rank * layout.local, layout.local)
 
-    def _rows(self, tensor: str, shard: str, expert: int) -> torch.Tensor:
+    def _rows(self, name: str, shard: str, expert: int) -> torch.Tensor:
         """Where a shard goes: all of w2, the first half of w13 for the gate, the second for up."""
-        whole = self.tensors[tensor][expert]
+        whole = self.tensor(name)[expert]
         if shard == "w2":
             return whole
         half = whole.shape[0] // 2

@@ -123,7 +123,8 @@ def _load_fp16_then_quantize(layout: Layout, shards: list[tuple[str, torch.Tenso
 
 
 def _load_online(layout: Layout, shards: list[tuple[str, torch.Tensor]]) -> None:
-    loader = ExpertLoader("experts", layout, layout.allocate("cpu"), {shard: shard for shard in SHARDS})
+    tensors = layout.allocate("cpu")
+    loader = ExpertLoader("experts", layout, tensors.__getitem__, {shard: shard for shard in SHARDS})
     for expert in range(layout.experts):
         for shard, whole in shards:
             loader.load("weight", whole, shard, expert)

@@ -59,7 +59,9 @@ class Fp8ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         projections = {
             "w1": layer.ckpt_gate_proj_name, "w2": layer.ckpt_down_proj_name, "w3": layer.ckpt_up_proj_name
         }  # fmt: skip
-        self.loader = ExpertLoader(layer.layer_name, self.layout, tensors, projections, self.scale_suffix)
+        self.loader = ExpertLoader(
+            layer.layer_name, self.layout, lambda name: self._held(layer, name), projections, self.scale_suffix
+        )
         for name in ("w13", "w2"):
             self._register(layer, f"{name}_weight", tensors[name], "weight")
             scale = tensors[f"{name}_scale"]

@@ -198,6 +198,15 @@ def test_a_second_load_replaces_the_first(tmp_path):
     layer.quant_method.process_weights_after_loading(layer)  # without a reload: nothing to complain about
 
 
+def test_a_reload_reaches_weights_that_were_moved(tmp_path):
+    layer = built(tmp_path, fp16_stream(0))
+    load(layer, fp16_stream(0))
+    layer.w2_weight.data = layer.w2_weight.data.clone()  # as CPU offloading does
+    load(layer, fp16_stream(1))
+    expected, _ = quantize_rows(fp16_stream(1)["1.down_proj.weight"])
+    assert torch.equal(layer.w2_weight[1].view(torch.uint8), expected.view(torch.uint8))
+
+
 # Who gets the method
 
 
