@@ -243,6 +243,13 @@ def test_mtp_draft_under_dspark(tmp_path: Path) -> None:
     assert "holds an MTP draft" in result.problems[0]
 
 
+def test_dspark_draft_under_mtp(tmp_path: Path) -> None:
+    case = CASES["Q30-dspark-under-mtp"]
+    directory = str(write_case(case, tmp_path / "c"))
+    assert audit(directory, method="mtp", ask_stock=no_vllm).problems[0] == case["problem"]
+    assert audit(directory, method="dspark", ask_stock=answering("mxfp4")).verdict == "ok"
+
+
 def test_norms_are_no_modules_to_route(tmp_path: Path) -> None:
     tensors = {"mtp.0.enorm.weight": ("BF16", [128]), "mtp.0.e_proj.weight": BF16}
     rows = audit(made(tmp_path / "c", tensors), ask_stock=no_vllm).modules
