@@ -44,7 +44,8 @@ def _resampled(requests: list[dict[str, Any]]) -> NDArray[np.float64]:
     accepted = np.array([request["accepted"] for request in requests], dtype=np.float64)
     chosen = np.random.default_rng(0).integers(len(requests), size=(RESAMPLES, len(requests)))
     chosen = np.vstack([np.arange(len(requests)), chosen])
-    return 1 + accepted[chosen].sum(axis=1) / drafts[chosen].sum(axis=1)
+    lengths: NDArray[np.float64] = 1 + accepted[chosen].sum(axis=1) / drafts[chosen].sum(axis=1)
+    return lengths
 
 
 def _interval(estimate: float, resampled: NDArray[np.float64]) -> Interval:
