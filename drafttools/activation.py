@@ -30,11 +30,21 @@ class _VllmFinder:
         try:
             if fullname == "vllm":
                 return _with_our_loader(fullname)
-            if fullname.startswith("vllm.") and "drafttools.engine" in sys.modules:
-                sys.modules["drafttools.engine"].refresh()
+            if fullname.startswith("vllm."):
+                _refresh()
         finally:
             self._busy = False
         return None
+
+
+def _refresh() -> None:
+    """Retry pending patches, unless another thread is still importing the engine.
+
+    Finders run under Python's global import lock, so waiting for that thread would be for ever.
+    """
+    engine = sys.modules.get("drafttools.engine")
+    if engine is not None and not getattr(engine.__spec__, "_initializing", False):
+        engine.refresh()
 
 
 def _with_our_loader(fullname: str) -> Any:

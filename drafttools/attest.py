@@ -259,10 +259,15 @@ def problems(report: dict[str, Any]) -> list[str]:
     return found
 
 
-def after_fork() -> None:
-    """A forked child starts its own report; what the parent saw is not the child's evidence."""
+def forget_evidence() -> None:
+    """Start counting anew: what was seen before is no evidence for patches applied from now on."""
     for seen in _evidence.values():
         seen.asked = seen.declined = 0
+
+
+def after_fork() -> None:
+    """A forked child starts its own report; what the parent saw is not the child's evidence."""
+    forget_evidence()
     _drafts.clear()
     _entry_points.clear()
     _worker.clear()

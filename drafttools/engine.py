@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from drafttools.patching import Applied, State
 from drafttools.source import Tree
 
 _applied: dict[str, Applied] = {}
+_refreshing = threading.RLock()
 _tree: Tree | None = None
 _reload: Any = None
 
@@ -42,12 +44,18 @@ def state(name: str) -> State:
 
 
 def refresh(finished: str = "") -> None:
-    """Apply what can be applied now; also after reloads, retried imports and late activation."""
+    """Apply what can be applied now; also after reloads, retried imports and late activation.
+
+    While another thread does, nothing: waiting for it could mean waiting for an import that waits for this one.
+    """
     tree = _vllm_tree()
-    if tree is None:
+    if tree is None or not _refreshing.acquire(blocking=False):
         return
-    for item in _applied.values():
-        item.try_apply(tree, finished=item.patch.module == finished)
+    try:
+        for item in list(_applied.values()):
+            item.try_apply(tree, finished=item.patch.module == finished)
+    finally:
+        _refreshing.release()
 
 
 def uninstall() -> list[str]:
@@ -62,6 +70,7 @@ def uninstall() -> list[str]:
         importlib.reload = vars(importlib)["reload"].__wrapped__
     _reload = None
     attest.write()
+    attest.forget_evidence()
     _applied.clear()
     return failed
 
@@ -77,15 +86,15 @@ def _register() -> None:
     if unknown:
         known = ", ".join(patch.name for patch in patches.ALL)
         raise DraftToolsError(f"{settings.DISABLE} names no such patch: {', '.join(sorted(unknown))}; known: {known}")
-    for patch in patches.ALL:
-        item = _applied[patch.name] = Applied(patch)
-        if patch.name in disabled:
-            item.state, item.reason = State.DISABLED, f"switched off by {settings.DISABLE}"
+    items = {patch.name: Applied(patch) for patch in patches.ALL}
+    for name in disabled:
+        items[name].state, items[name].reason = State.DISABLED, f"switched off by {settings.DISABLE}"
     if _too_late():
-        for item in _applied.values():
+        for item in items.values():
             item.state = State.DISABLED
             item.reason = "activated after vLLM had compiled a model; import drafttools before vLLM loads one"
         attest.note("activated too late: vLLM had already compiled a model, nothing was patched")
+    _applied.update(items)
     attest.start(_applied)
     _hook_imports()
 

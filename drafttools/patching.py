@@ -163,6 +163,7 @@ class Change:
     name: str
     original: Any  # the raw value in vars(owner), or _ABSENT when it was inherited
     replacement: Any
+    superseded: bool = False  # a reload has put something else there, or replaced the owner
 
     def in_place(self) -> bool:
         """Whether the attribute still is the one we set."""
@@ -190,12 +191,28 @@ class Change:
     def undo(self) -> str | None:
         """Restore the attribute; returns a sentence when somebody has wrapped or replaced it since."""
         if not self.in_place():
+            if self.superseded:
+                return None
             return f"{_label(self.owner)}.{self.name} was replaced or wrapped by other code after drafttools"
         if self.original is _ABSENT:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, self.original)
         return None
+
+
+@dataclass
+class FunctionChange(Change):
+    """A module's function, which other modules have bound by name, before it was replaced or after."""
+
+    def rebind(self, old: Any, new: Any) -> None:
+        """Bind `new` under every name that other vLLM modules have for `old`."""
+        for module, name in _aliases(old, self.owner):
+            setattr(module, name, new)
+
+    def undo(self) -> str | None:
+        self.rebind(self.replacement, self.original)
+        return super().undo()
 
 
 @dataclass
@@ -254,9 +271,10 @@ class Transaction:
         """Replace a module function and every alias of it that other vLLM modules already bound by name."""
         original = getattr(module, name)
         self._note_foreign(module, name, original)
-        self.replace(module, name, replacement)
-        for owner, alias in _aliases(original, module):
-            self.replace(owner, alias, replacement)
+        change = FunctionChange(module, name, original, replacement)
+        self.changes.append(change)
+        setattr(module, name, replacement)
+        change.rebind(original, replacement)
 
     def wrap_function(self, module: ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
         """`replace_function` with a wrapt wrapper."""
@@ -320,7 +338,7 @@ class Applied:
     reason: str = ""
     transaction: Transaction = field(default_factory=Transaction)
     module: ModuleType | None = None
-    earlier: list[Transaction] = field(default_factory=list)  # on classes that a reload has replaced
+    earlier: list[Transaction] = field(default_factory=list)  # from before reloads
 
     def try_apply(self, tree: Tree, *, finished: bool = False) -> None:
         """Apply once the module has finished importing; apply again if it was reloaded or re-imported.
@@ -346,10 +364,12 @@ class Applied:
         self._apply(module, verdict, tree)
 
     def _apply(self, module: ModuleType, verdict: Verdict, tree: Tree) -> None:
-        # What stands in other modules, and on classes from before a reload, is kept, so that it can still be undone.
+        # What stands on classes from before a reload, or under other modules' names, is kept to be undone, too.
         before = self.transaction
         self.transaction = Transaction(tree, [c for c in before.changes if not c.outdated(module)])
-        before.changes = [c for c in before.changes if c.outdated(module) and c.owner is not module]
+        before.changes = [c for c in before.changes if c.outdated(module)]
+        for change in before.changes:
+            change.superseded = True
         self.earlier.append(before)
         try:
             self.patch.apply(self.transaction, module)

@@ -48,10 +48,12 @@ def needed() -> list[str]:
 
 def holding() -> dict[str, Any]:
     """Whether each effect holds: True, False, or the error it met; only those that this vLLM needs."""
-    return {name: _outcome(EFFECTS[name]) for name in needed()}
+    return {name: _outcome(EFFECTS.get(name)) for name in needed()}
 
 
-def _outcome(function: Callable[[], bool]) -> Any:
+def _outcome(function: Callable[[], bool] | None) -> Any:
+    if function is None:
+        return f"no effect in {__name__}"
     try:
         return function()
     except Exception as error:
@@ -681,3 +683,27 @@ def keeps_experts_in_fp8() -> bool:
         speculative = expert_layers.speculative_config(checkpoint)
         with expert_layers.draft_load(speculative), expert_layers.volta():
             return isinstance(expert_layers.build().quant_method, Fp8ExpertsMethod)
+
+
+@effect("draft_dtype")
+def draft_keeps_its_dtype() -> bool:
+    """A BF16 draft checkpoint of the draft_model method beside an FP16 target."""
+    import torch
+    from vllm.config import SpeculativeConfig
+
+    def model(name: str, declared: str) -> Any:
+        hf_config = SimpleNamespace(to_dict=lambda: {"torch_dtype": declared})
+        return SimpleNamespace(model=name, dtype=torch.float16, hf_config=hf_config)
+
+    config: Any = object.__new__(SpeculativeConfig)
+    config.method = "draft_model"
+    config.target_model_config, config.draft_model_config = model("target", "float16"), model("draft", "bfloat16")
+    wrapper = vars(SpeculativeConfig)["__post_init__"]
+    if not hasattr(wrapper, "__wrapped__"):
+        return False
+    stock, wrapper.__wrapped__ = wrapper.__wrapped__, lambda self: None  # vLLM's own body would read checkpoints
+    try:
+        config.__post_init__()
+    finally:
+        wrapper.__wrapped__ = stock
+    return config.draft_model_config.dtype is torch.bfloat16
