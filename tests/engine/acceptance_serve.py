@@ -2,9 +2,9 @@
 
     python -m tests.engine.acceptance_serve CHECKPOINT DIRECTORY
 
-The draft is the target itself, so greedy requests accept every token and sampled ones some. The log goes to standard
-output. DIRECTORY/port appears after the first batch; the second follows one line on standard input, and
-DIRECTORY/responses.jsonl (per-request figures, as the server's responses carry them) appears after it.
+The draft is the target itself, so that some tokens are accepted; the second batch is mostly sampled, so that some are
+rejected. The log goes to standard output. DIRECTORY/port appears after the first batch; the second follows one line on
+standard input, and DIRECTORY/responses.jsonl (per-request figures, as a server's responses carry them) appears after it.
 """
 
 import json
@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 
-def batch(llm: Any, first_token: int) -> list[dict[str, Any]]:
-    """Eight requests from greedy to temperature 0.08, for the logits of random weights are small; their figures."""
+def batch(llm: Any, first_token: int, temperatures: tuple[float, ...]) -> list[dict[str, Any]]:
+    """Eight requests at these temperatures in turn; their figures."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": [first_token + i, 7, 9 + i]} for i in range(8)]
     sampling = [
-        SamplingParams(
-            max_tokens=40 + i, temperature=(0, 0.02, 0.04, 0.08)[i % 4], seed=i, detokenize=False, ignore_eos=True
-        )
-        for i in range(8)
+        SamplingParams(max_tokens=40 + i, temperature=temperature, seed=i, detokenize=False, ignore_eos=True)
+        for i, temperature in enumerate(temperatures * (8 // len(temperatures)))
     ]
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     llm.llm_engine.do_log_stats()
@@ -46,10 +44,10 @@ def main() -> None:
         gpu_memory_utilization=0.2,
     )
     server, _ = start_http_server(0, addr="127.0.0.1")
-    responses = batch(llm, 20)
+    responses = batch(llm, 20, (0.0,))
     (directory / "port").write_text(str(server.server_port))
     sys.stdin.readline()
-    responses += batch(llm, 120)
+    responses += batch(llm, 120, (0.0, 0.3, 0.6, 0.9))
     (directory / "responses.jsonl").write_text("".join(json.dumps(response) + "\n" for response in responses))
     sys.stdin.readline()
 
