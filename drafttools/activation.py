@@ -77,21 +77,19 @@ _finder = _VllmFinder()
 _hook = ""
 
 
-def activate(way_in: str = "import", hook: str = "") -> None:
+def activate() -> None:
     """Set the import hook, and the environment that child processes need. Idempotent.
-
-    `way_in` is recorded when nothing is yet; `hook` names the mechanism that reached this process.
 
     Nothing happens under DRAFTTOOLS=off. A bad DRAFTTOOLS value is raised as DraftToolsError when vLLM is imported,
     never before: a process that is not vLLM must not notice.
     """
     if os.environ.get(settings.MODE, "").strip().lower() == "off":
         return
-    settings.prepare_children(os.environ, mode="enforce", way_in=way_in)
+    settings.prepare_children(os.environ, mode="enforce", way_in="import")
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)  # type: ignore[arg-type]
     global _hook
-    _hook = _hook or hook or _hook_from_environment()
+    _hook = _hook or _hook_from_environment()
     if "vllm" in sys.modules:
         from drafttools import engine
 
@@ -104,8 +102,9 @@ def reached_by() -> str:
 
 
 def _hook_from_environment() -> str:
-    """sitecustomize leaves its mark together with the pid, so that a child does not inherit it."""
-    return "sitecustomize" if os.environ.get("DRAFTTOOLS_HOOK") == f"sitecustomize:{os.getpid()}" else "import"
+    """sitecustomize and the plugin leave their mark together with the pid, so that a child does not inherit it."""
+    hook, _, pid = os.environ.get("DRAFTTOOLS_HOOK", "").partition(":")
+    return hook if pid == str(os.getpid()) else "import"
 
 
 def deactivate() -> list[str]:
