@@ -4,7 +4,7 @@
 
 The draft is the target itself, so that some tokens are accepted; the second batch is mostly sampled, so that some are
 rejected. The log goes to standard output. DIRECTORY/port appears after the first batch; the second follows one line on
-standard input, and DIRECTORY/responses.jsonl (per-request figures, as a server's responses carry them) appears after it.
+standard input, and DIRECTORY/responses.jsonl (per-request figures, as in a server's responses) appears after it.
 """
 
 import json
