@@ -1,7 +1,7 @@
 """Run an allow-list of vLLM's own tests without the shim and with it, and compare them test by test.
 
     pip install tblib pytest-asyncio
-    python -m tests.upstream.run [--tests DIR] [--record FILE]
+    python -m tests.upstream.run [--tests DIR] [--record FILE] [TEST_FILE...]
 
 The tests come from the sdist of the installed vLLM release; --tests names a directory that holds an unpacked `tests/`
 (and is filled from the sdist when it does not). Exits 1 if any test has another outcome under the shim, if the shim was
@@ -102,7 +102,7 @@ def run(directory: Path, files: list[str], *, shim: bool) -> Run:
         junit, reports = Path(scratch, "junit.xml"), Path(scratch, "reports")
         environ = plain() | {"VLLM_CACHE_ROOT": str(Path(scratch, "cache"))}
         started = time.monotonic()
-        options = ["-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", "--timeout=120"]
+        options = ["-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", "--timeout=600"]
         options += ["--continue-on-collection-errors", f"--junitxml={junit}"]
         subprocess.run(
             [sys.executable, "-m", "pytest", *options, *files],
@@ -225,11 +225,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tests", type=Path, help="directory that holds, or is to hold, vLLM's unpacked tests/")
     parser.add_argument("--record", type=Path, help="write the comparison to this Markdown file")
+    parser.add_argument("files", nargs="*", default=allowed(), help="files to run instead of the whole allow-list")
     options = parser.parse_args()
     version = vllm_version()
     directory = options.tests or Path(tempfile.gettempdir(), f"vllm-{version}-tests")
     fetch(version, directory)
-    files = allowed()
+    files = options.files
     with ThreadPoolExecutor() as pool:
         without, with_shim = pool.map(lambda shim: run(directory, files, shim=shim), (False, True))
     text = record(version, files, without, with_shim)
