@@ -241,7 +241,10 @@ def local_directory(source: str | Path, revision: str | None = None) -> Path | N
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
-    cached = try_to_load_from_cache(str(source), "config.json", revision=revision)
+    try:
+        cached = try_to_load_from_cache(str(source), "config.json", revision=revision)
+    except ValueError:  # an object store's URL, for one
+        raise NoHeadersError(f"{source}: neither a directory nor a hub id, so no header is in reach") from None
     directory = Path(cached).parent if isinstance(cached, str) else None
     return directory if directory and list(directory.glob("*.safetensors")) else None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from drafttools import attest, settings
 from drafttools.errors import DraftToolsError
-from drafttools.formats import Checkpoint, Format, NoHeadersError, Stored, read_checkpoint
+from drafttools.formats import Checkpoint, Format, HeaderError, NoHeadersError, Stored, read_checkpoint
 from drafttools.routing import Action, Decision, Lookup, Source, chosen_before, decide, read_by, reads, source_of
 from drafttools.scope import in_draft_model
 
@@ -217,13 +217,13 @@ def _place(model_config: Any) -> tuple[str, str | None]:
 
 @lru_cache(maxsize=8)
 def _open(key: _Key) -> Source:
-    """Read the draft's headers. Raises HeaderError for a broken checkpoint; none at all leaves layers unverified."""
+    """Read the draft's headers. Without any, or with headers that contradict themselves, layers are unverified."""
     (draft, revision), (target, _) = key.where
     embedded = draft == target
     target_config = None if embedded else _as_dict(key.target.hf_config)
     try:
         return source_of(read_checkpoint(draft, revision), target_config)
-    except NoHeadersError as error:
+    except (NoHeadersError, HeaderError) as error:
         attest.note(f"draft quantization is unverified: {error}")
         # vLLM rewrites a draft's config for its MTP classes; the target's is as the checkpoint has it.
         own = _as_dict((key.target if embedded else key.draft).hf_config)

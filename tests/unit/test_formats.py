@@ -302,6 +302,12 @@ def test_nothing_to_read(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
+def test_object_store_is_out_of_reach() -> None:
+    pytest.importorskip("huggingface_hub")
+    with pytest.raises(NoHeadersError, match="neither a directory nor a hub id"):
+        read_checkpoint("s3://bucket/model")
+
+
 def test_written_by_safetensors_itself(tmp_path: Path) -> None:
     """The crate's own writer and its own reader agree with ours."""
     torch = pytest.importorskip("torch")

@@ -116,6 +116,16 @@ def test_draft_model_prefix(tmp_path: Path, vllm_process: VllmProcess) -> None:
     assert any("unverified" in note for note in ours["notes"])
 
 
+def test_broken_headers_are_unverified(tmp_path: Path, installed_vllm: VllmProcess) -> None:
+    """vLLM's own loader is the one to refuse a broken file; the routing does not guess from it."""
+    directory = write_case(CASES["Q29-root-swap"], tmp_path / "checkpoint")
+    shard = directory / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    answer = installed_vllm.call(routing_layers.ask_configured, FP8, str(directory), "mtp.fc")
+    assert answer["format"] == "fp8_tensor"
+    assert any(str(shard) in note and "unverified" in note for note in answer["notes"])
+
+
 def test_is_mxfp4_quant_mirrors(tmp_path: Path, vllm_process: VllmProcess) -> None:
     """vLLM 0.26 and older ask it before they have a method; the class here is defined after activation."""
     directory = str(write_case(CASES["Q01-nvfp4-trunk-mxfp4-mtp"], tmp_path / "checkpoint"))
