@@ -203,7 +203,7 @@ def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(report(), indent=1))
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, TypeError, ValueError) as error:
         if not _complained:
             _complained = True
             print(

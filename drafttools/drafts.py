@@ -27,6 +27,8 @@ _target_quant_config: Any = None
 
 # A compiled class binds and hashes `self.forward` itself; wrapping it would change what is compiled.
 _NEVER_WRAPPED = frozenset({"forward"})
+_MARK = "_drafttools_marked"  # in the class that a marked draft has
+_FOREIGN = ("torch.", "vllm.compilation.")  # modules whose methods are no model's own
 
 
 def is_marked(module: Any) -> bool:
@@ -142,6 +144,7 @@ def mark(model: Any, record: attest.Draft) -> None:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
+        _MARK: True,
     }
     body["__call__"] = _in_scope(cls.__call__, "__call__", record)
     for name, method in _public_methods(cls).items():
@@ -150,11 +153,16 @@ def mark(model: Any, record: attest.Draft) -> None:
     _marked[model] = record
 
 
-def unmark_all() -> None:
-    """Give every draft its own class back."""
+def unmark_all() -> list[str]:
+    """Give every draft its own class back; names those whose class other code has changed since, and leaves them."""
+    failed = []
     for model in list(_marked):
-        model.__class__ = type(model).__mro__[1]
+        if _MARK in vars(type(model)):
+            model.__class__ = type(model).__mro__[1]
+        else:
+            failed.append(f"the class of the draft {type(model).__name__} was changed by other code after drafttools")
     _marked.clear()
+    return failed
 
 
 def note_shared_modules() -> None:
@@ -171,10 +179,12 @@ def _public_methods(cls: type) -> dict[str, FunctionType]:
     """The functions a runner may call, nearest definition first; not those of nn.Module or of vLLM's compile wrapper."""
     methods: dict[str, FunctionType] = {}
     for base in cls.__mro__:
-        if base.__module__.startswith(("torch.", "vllm.compilation.")):
+        if base.__module__.startswith(_FOREIGN):
             continue
         for name, value in vars(base).items():
-            if isinstance(value, FunctionType) and not name.startswith("_") and name not in _NEVER_WRAPPED:
+            if not isinstance(value, FunctionType) or name.startswith("_") or name in _NEVER_WRAPPED:
+                continue
+            if not value.__module__.startswith(_FOREIGN):  # @support_torch_compile puts some on the model's class
                 methods.setdefault(name, value)
     return methods
 

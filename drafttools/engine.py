@@ -64,7 +64,7 @@ def uninstall() -> list[str]:
     from drafttools import drafts, scope
 
     failed = [sentence for item in reversed(_applied.values()) for sentence in item.undo()]
-    drafts.unmark_all()
+    failed += drafts.unmark_all()
     scope.stop_delegating()
     if _reload is not None and importlib.reload is _reload:
         importlib.reload = vars(importlib)["reload"].__wrapped__
