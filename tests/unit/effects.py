@@ -379,7 +379,7 @@ def breakable_wrapper_runs(draft: bool) -> dict[str, list[bool]]:
 
 
 def _runs_in_scope(runs: Callable[[bool], dict[str, list[bool]]]) -> bool:
-    expected = [dict.fromkeys(("captured", "replayed", "eager"), [draft]) for draft in (True, False)]
+    expected = [{key: [draft] for key in ("captured", "replayed", "eager")} for draft in (True, False)]
     return [runs(True), runs(False)] == expected
 
 
@@ -416,7 +416,7 @@ def counts_full_graphs() -> bool:
             stack.enter_context(mock.patch.object(torch.cuda, "CUDAGraph", FakeGraph))
             stack.enter_context(mock.patch.object(torch.cuda, "graph", nothing))
             stack.enter_context(mock.patch.object(cudagraph_utils, "graph_capture", nothing))
-            stack.enter_context(mock.patch.object(cudagraph_utils, "is_global_first_rank", lambda: False))
+            stack.enter_context(mock.patch.object(cudagraph_utils, "is_global_first_rank", return_value=False))
             stack.enter_context(mock.patch.object(cudagraph_utils, "get_offloader", mock.MagicMock))
             for name in ("current_stream", "capture_pool"):
                 if hasattr(cudagraph_utils, name):
@@ -515,9 +515,8 @@ def current_model(**attributes: Any) -> Iterator[None]:
 
 
 def moe_config() -> Any:
-    from vllm.model_executor.layers.fused_moe import config as module
-
     import torch
+    from vllm.model_executor.layers.fused_moe import config as module
 
     return module.FusedMoEConfig(
         num_experts=2,
@@ -568,7 +567,7 @@ def aiter_bmm(on: bool) -> Iterator[Ask]:
 
     ops = _aiter_ops.rocm_aiter_ops
     rocm = mock.patch.dict(sys.modules, {"vllm.platforms.rocm": SimpleNamespace(get_cdna_version=lambda: 4)})
-    found = mock.patch.object(_aiter_ops, "is_aiter_found_and_supported", lambda: True)
+    found = mock.patch.object(_aiter_ops, "is_aiter_found_and_supported", return_value=True)
     flags = dict.fromkeys(("_AITER_ENABLED", "_FP8BMM_ENABLED", "_FP4BMM_ENABLED"), on)
     with rocm, found, mock.patch.multiple(ops, **flags):
         yield lambda: [ops.is_fp8bmm_enabled(), ops.is_fp4bmm_enabled()]

@@ -88,7 +88,8 @@ def test_one_before_us_wins(tmp_path: Path) -> None:
 def test_a_next_one_that_fails_fails_as_without_us(tmp_path: Path, text: str) -> None:
     directory = site(tmp_path / "1", text)
     without, with_us = (
-        python("print('ran')", PYTHONPATH=os.pathsep.join(map(str, paths))) for paths in ([directory], [INJECT, directory])
+        python("print('ran')", PYTHONPATH=os.pathsep.join(map(str, paths)))
+        for paths in ([directory], [INJECT, directory])
     )
     assert with_us.returncode == without.returncode
     assert with_us.stdout == without.stdout
@@ -175,7 +176,10 @@ def test_the_launchers_environment(tmp_path: Path) -> None:
 
 def test_the_launchers_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for mode, report, words in [("on", None, "'on' is not a mode"), ("enforce", tmp_path / "file" / "x", "cannot write")]:
+    for mode, report, words in [
+        ("on", None, "'on' is not a mode"),
+        ("enforce", tmp_path / "file" / "x", "cannot write"),
+    ]:
         with pytest.raises(DraftToolsError) as error:
             launcher.environment(mode, report, {})
         assert words in str(error.value)
@@ -205,8 +209,21 @@ def test_what_the_launcher_warns_of(command: list[str], environ: dict[str, str],
 
 
 def test_the_launched_command_is_active(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "drafttools.cli", "run", "--report", str(tmp_path / "r"), "--", sys.executable, "-c", WHO]
-    done = subprocess.run(command, env=environment(DRAFTTOOLS="off"), capture_output=True, text=True, cwd=ROOT, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "drafttools.cli",
+        "run",
+        "--report",
+        str(tmp_path / "r"),
+        "--",
+        sys.executable,
+        "-c",
+        WHO,
+    ]
+    done = subprocess.run(
+        command, env=environment(DRAFTTOOLS="off"), capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["active"], found["way_in"], found["hook"]) == (True, "run", "sitecustomize")

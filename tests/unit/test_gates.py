@@ -136,7 +136,7 @@ def cuda_communicator() -> list[str]:
     communicator.use_aiter_allreduce = False
     tensor = torch.zeros(1024, dtype=torch.bfloat16)
     reduce = lambda: module.CudaCommunicator.all_reduce(communicator, tensor)  # noqa: E731
-    with mock.patch.object(module, "should_nccl_symm_mem_allreduce", lambda *args: False):
+    with mock.patch.object(module, "should_nccl_symm_mem_allreduce", return_value=False):
         reduce()
         in_scope(reduce)
         reduce()
@@ -168,9 +168,9 @@ def fused_all_reduce() -> list[str]:
     weight = torch.ones(1024, dtype=torch.bfloat16)
     run = lambda: _aiter_ops._rocm_aiter_fused_allreduce_rmsnorm_impl(x, x, weight, 1e-6)  # noqa: E731
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(parallel_state, "get_tp_group", lambda: group))
-        stack.enter_context(mock.patch("vllm.distributed.get_tp_group", lambda: group))
-        stack.enter_context(mock.patch.object(_aiter_ops.rocm_aiter_ops, "get_aiter_allreduce", lambda: aiter))
+        stack.enter_context(mock.patch.object(parallel_state, "get_tp_group", return_value=group))
+        stack.enter_context(mock.patch("vllm.distributed.get_tp_group", return_value=group))
+        stack.enter_context(mock.patch.object(_aiter_ops.rocm_aiter_ops, "get_aiter_allreduce", return_value=aiter))
         stack.enter_context(mock.patch.dict(sys.modules, {"aiter": fake_aiter}))
         communicator = lambda group: (0, None, False)  # noqa: E731
         stack.enter_context(mock.patch.object(_aiter_ops, "_get_or_create_aiter_qr_rmsnorm_comm", communicator))

@@ -21,8 +21,6 @@ def test_each_hazard_has_a_gate() -> None:
     assert gated - set(effects.GATES) <= {"expert_option", "fp8_experts"}  # options of ours, not switches of vLLM's
 
 
-
-
 def test_all_effects_hold(vllm_process: VllmProcess) -> None:
     found = vllm_process.call(effects.holding)
     assert found == dict.fromkeys(found, True)

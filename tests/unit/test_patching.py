@@ -101,7 +101,9 @@ def snapshot() -> dict[str, dict[str, Any]]:
             found[name] = {k: v for k, v in vars(module).items() if k != "__builtins__"}
             for key, value in list(vars(module).items()):
                 if isinstance(value, type):
-                    found[f"{name}.{key}"] = {k: v for k, v in vars(value).items() if k not in ("__weakref__", "__dict__")}
+                    found[f"{name}.{key}"] = {
+                        k: v for k, v in vars(value).items() if k not in ("__weakref__", "__dict__")
+                    }
     return found
 
 
@@ -252,9 +254,19 @@ def test_a_member_with_two_ways_to_the_base_is_wrapped_once(package: Files) -> N
 
 
 def test_other_init_subclass_hooks_still_run(package: Files) -> None:
-    hooks = "\nclass Root:\n    seen = []\n    def __init_subclass__(cls, tag=None, **kw):\n        super().__init_subclass__(**kw)\n"
-    hooks += "        Root.seen.append((cls.__name__, tag))\nclass Mixin:\n    mixed = []\n    def __init_subclass__(cls, **kw):\n"
-    hooks += "        super().__init_subclass__(**kw)\n        Mixin.mixed.append(cls.__name__)\n"
+    hooks = """
+class Root:
+    seen = []
+    def __init_subclass__(cls, tag=None, **kwargs):
+        super().__init_subclass__(**kwargs)
+        Root.seen.append((cls.__name__, tag))
+
+class Mixin:
+    mixed = []
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        Mixin.mixed.append(cls.__name__)
+"""
     tree = package(seam=hooks + SOURCE.replace("class Base:", "class Base(Root):"))
     module = imported()
     Applied(patch(family)).try_apply(tree)
@@ -499,8 +511,9 @@ def test_applied_is_not_in_effect(package: Files) -> None:
 
     tree, name = package(), "toy_of_this_test"
     imported()
-    scope_patch, gate_patch = Applied(patch(replace_decide, name=name)), Applied(
-        patch(replace_decide, name=name, hazard=lambda config, envs: "on")
+    scope_patch, gate_patch = (
+        Applied(patch(replace_decide, name=name)),
+        Applied(patch(replace_decide, name=name, hazard=lambda config, envs: "on")),
     )
     scope_patch.try_apply(tree)
     gate_patch.state = State.APPLIED

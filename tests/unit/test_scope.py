@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import pickle
 import threading
@@ -45,11 +46,12 @@ def test_the_same_object_can_be_entered_again() -> None:
 
 
 def test_exceptions_leave_nothing() -> None:
-    with pytest.raises(KeyError), draft_model_scope():
-        with pytest.raises(ValueError), draft_model_scope():
+    with contextlib.suppress(KeyError), draft_model_scope():
+        with contextlib.suppress(ValueError), draft_model_scope():
             raise ValueError
         assert in_draft_model()
         raise KeyError
+    assert not in_draft_model()
 
 
 def test_a_generator_closed_inside_leaves_the_scope_it_was_in() -> None:
@@ -194,7 +196,6 @@ def test_identity_survives_copies_of_the_whole_configuration(copied: Any) -> Non
 
 def initialize(case: str) -> list[bool]:
     """`initialize_model` as vLLM's callers use it: the scope that the model's constructor saw, and the one after."""
-    import contextlib
 
     import torch
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -395,7 +396,11 @@ def test_stock_runs_none_of_them_in_scope(vllm_process: VllmProcess) -> None:
 def ngram_speculator() -> list[str]:
     from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
-    return [name for name in ("propose", "capture", "load_model") if hasattr(vars(NgramGPUSpeculator).get(name), "_self_wrapper")]
+    return [
+        name
+        for name in ("propose", "capture", "load_model")
+        if hasattr(vars(NgramGPUSpeculator).get(name), "_self_wrapper")
+    ]
 
 
 @vllm_only
@@ -418,7 +423,7 @@ def graph_runs(kind: str, draft: bool, deactivated: bool) -> dict[str, list[bool
 @pytest.mark.parametrize("kind", ["piecewise", "breakable"])
 @pytest.mark.parametrize("draft", [True, False])
 def test_graphs_capture_and_replay_in_scope(vllm_process: VllmProcess, kind: str, draft: bool) -> None:
-    expected = dict.fromkeys(("captured", "replayed", "eager"), [draft])
+    expected = {key: [draft] for key in ("captured", "replayed", "eager")}
     assert vllm_process.call(graph_runs, kind, draft, False) == expected
 
 
