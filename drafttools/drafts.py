@@ -92,6 +92,11 @@ def load(vllm_config: Any, model_config: Any, prefix: str, build: Callable[[], A
         _loading.reset(token)
     record = describe(model, vllm_config, model_config, prefix)
     record.details["quantization"] = layers
+    record.details["fp8_experts"] = {
+        name: module.drafttools_fp8_experts
+        for name, module in model.named_modules()
+        if hasattr(module, "drafttools_fp8_experts")
+    }
     mark(model, record)
     attest.evidence("load_scope").asked += 1
     attest.add_draft(record)
