@@ -267,7 +267,7 @@ def random_weight(seed: int) -> Array:
         ]
     ),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_routing_answers_what_the_values_say(
     stored: Format, stock: Format, seed: int, hidden: int, names: tuple[str, str]
 ) -> None:
