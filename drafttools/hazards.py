@@ -61,7 +61,7 @@ def activation_override(kind: str) -> Reader:
 
 
 def _kv_cache_dtype(vllm_config: Any, _: Any) -> str | None:
-    dtype = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
+    dtype = str(getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", "auto"))
     override = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
     if dtype in ("auto", "bfloat16", "float16") or override is not None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from drafttools import attest
+from drafttools import attest, drafts
 from drafttools.patching import Patch, Seam, Transaction
 from drafttools.scope import draft_model_scope, is_draft_config
 
@@ -15,6 +15,8 @@ def _initialize_model(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     if not is_draft_config(vllm_config, model_config):
         # Keeps the scope as it is: nested calls inside a draft pass copies of its configuration.
         return wrapped(*args, **kwargs)
+    if not drafts.loading():  # the load scope is not there, or not used
+        drafts.before_load(vllm_config)
     attest.evidence(PATCH.name).asked += 1
     with draft_model_scope():
         return wrapped(*args, **kwargs)

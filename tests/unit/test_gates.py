@@ -315,3 +315,26 @@ def test_what_reaches_the_draft_is_named(vllm_process: VllmProcess) -> None:
 def test_a_gate_that_is_switched_off_is_named(vllm_process: VllmProcess) -> None:
     found = vllm_process.call(ungated_of_a_load, DRAFTTOOLS_DISABLE="quick_reduce")
     assert set(found) == {"kv_cache_dtype", "rocm_fp8_page_attention", "quick_reduce"}
+
+
+def load_without_the_load_scope() -> str:
+    """A draft loads after some other code has replaced vLLM's load_model, and with it what would have stopped it."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    from drafttools.errors import DraftToolsError
+
+    def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        return initialize_model(vllm_config=vllm_config, model_config=model_config, model_class=effects.toy_model())
+
+    BaseModelLoader.load_model = load_model
+    config = effects.real_config()
+    try:
+        effects.load(config, config.speculative_config.draft_model_config)
+    except DraftToolsError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_load_scope_that_is_gone_stops_the_load(vllm_process: VllmProcess) -> None:
+    assert "patch load_scope was refused" in vllm_process.call(load_without_the_load_scope)
