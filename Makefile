@@ -19,7 +19,7 @@ demo: setup
 test: setup lint
 	DRAFTTOOLS_VLLM_TREE=$(abspath $(VLLM_TREE)) \
 	CUOBJDUMP=$(abspath $(TRITON)/triton/backends/nvidia/bin/cuobjdump) \
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
