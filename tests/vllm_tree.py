@@ -20,7 +20,8 @@ def fetch(requirement: str, directory: Path) -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, requirement], check=True
+            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, requirement],
+            check=True,
         )
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             wheel.extractall(directory, [name for name in wheel.namelist() if name.endswith(KEPT)])
