@@ -59,18 +59,15 @@ def before_load(vllm_config: Any) -> None:
     ungated = hazards.ungated(vllm_config, envs)
     failures: list[str] = []
     for name, item in engine.applied().items():
-        phrase = _hazard(item.patch.hazard, vllm_config, envs)
+        hazard = item.patch.hazard
+        phrase = hazard(vllm_config, envs) if hazard is not None else "speculation"
         if phrase is None:
             continue
         if item.state is State.DISABLED:
-            ungated.append(f"{name}: {phrase} reaches the draft ({item.reason})")
-        elif item.state is State.REFUSED:
-            failures.append(f"patch {name} was refused ({item.reason}) while {phrase} is on")
-    failures += [
-        f"patch {name} was refused ({item.reason})"
-        for name, item in engine.applied().items()
-        if item.patch.hazard is None and item.state is State.REFUSED
-    ]
+            if hazard is not None:
+                ungated.append(f"{name}: {phrase} reaches the draft ({item.reason})")
+        elif refusal := engine.refusal(item):
+            failures.append(f"patch {name} was refused ({refusal}) while {phrase} is on")
     if failures and settings.mode() == "enforce" and not settings.allow_unverified():
         raise DraftToolsError(_refusal(failures))
     attest.reaches_draft(ungated, failures)
@@ -209,10 +206,6 @@ def _in_scope(method: Callable[..., Any], name: str, record: attest.Draft) -> Ca
             return method(self, *args, **kwargs)
 
     return scoped
-
-
-def _hazard(reader: Callable[[Any, Any], str | None] | None, vllm_config: Any, envs: Any) -> str | None:
-    return reader(vllm_config, envs) if reader is not None else None
 
 
 def _refusal(failures: list[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from drafttools import attest, patches, settings
 from drafttools.errors import DraftToolsError
-from drafttools.patching import Applied, State
+from drafttools.patching import Applied, State, check
 from drafttools.source import Tree
 
 _applied: dict[str, Applied] = {}
@@ -41,6 +41,17 @@ def applied() -> dict[str, Applied]:
 def state(name: str) -> State:
     """The state of one patch, as observed now."""
     return attest.observed_state(_applied[name])
+
+
+def refusal(item: Applied) -> str:
+    """Why a patch does not stand, or will not once its module is imported; empty when it does."""
+    if item.state is State.REFUSED:
+        return item.reason
+    tree = _vllm_tree()
+    if item.state is State.REGISTERED and tree is not None:
+        verdict = check(item.patch, tree)
+        return verdict.reason if verdict.state == State.REFUSED else ""
+    return ""
 
 
 def refresh(finished: str = "") -> None:

@@ -359,9 +359,15 @@ class Applied:
         if verdict.state != "applies":
             self.state, self.reason = State(verdict.state), verdict.reason
             if self.state is State.NOT_NEEDED and self.patch.stand_down is not None:
-                self.patch.stand_down(module)
+                self._stand_down(self.patch.stand_down, module)
             return
         self._apply(module, verdict, tree)
+
+    def _stand_down(self, use: Callable[[ModuleType], None], module: ModuleType) -> None:
+        try:
+            use(module)
+        except Exception as error:
+            self.state, self.reason = State.REFUSED, f"vLLM's own could not be used: {type(error).__name__}: {error}"
 
     def _apply(self, module: ModuleType, verdict: Verdict, tree: Tree) -> None:
         # What stands on classes from before a reload, or under other modules' names, is kept to be undone, too.

@@ -338,3 +338,27 @@ def load_without_the_load_scope() -> str:
 
 def test_a_load_scope_that_is_gone_stops_the_load(vllm_process: VllmProcess) -> None:
     assert "patch load_scope was refused" in vllm_process.call(load_without_the_load_scope)
+
+
+def load_where_the_gate_has_moved() -> str:
+    """A draft loads with quick reduce on, in a vLLM that keeps QuickAllReduce in a module drafttools does not know."""
+    import dataclasses
+
+    from drafttools import engine
+    from drafttools.errors import DraftToolsError
+    from drafttools.patching import Applied
+
+    patch = engine.applied()["quick_reduce"].patch
+    moved = dataclasses.replace(patch, module="vllm.distributed.quick_all_reduce_elsewhere")
+    engine.applied()["quick_reduce"] = Applied(moved)
+    config = effects.real_config()
+    try:
+        with mock.patch.dict("os.environ", {"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT4"}):
+            effects.load(config, config.speculative_config.draft_model_config)
+    except DraftToolsError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_gate_whose_module_is_gone_stops_the_load(vllm_process: VllmProcess) -> None:
+    assert "patch quick_reduce was refused" in vllm_process.call(load_where_the_gate_has_moved)
