@@ -100,14 +100,18 @@ def scope(rounds: int = 7) -> Cost:
 def quick_reduce(rounds: int = 7) -> Cost:
     """The target's question to quick reduce, where it answers True: stock and gated."""
     import torch
-    from vllm.distributed.device_communicators.quick_all_reduce import QuickAllReduce
+    from vllm.distributed.device_communicators import quick_all_reduce as module
 
-    from drafttools.patches._gate import gated
+    from drafttools.patches import quick_reduce as patch
+    from drafttools.patching import Transaction
     from tests.unit.effects import quick_all_reduce
 
     communicator, tensor = quick_all_reduce(), torch.zeros(4096, dtype=torch.bfloat16)
-    stock = QuickAllReduce.should_quick_allreduce
-    gate = gated("quick_reduce", stock, False)
+    stock, transaction = module.QuickAllReduce.should_quick_allreduce, Transaction()
+    patch.PATCH.apply(transaction, module)
+    gate = module.QuickAllReduce.should_quick_allreduce
+    transaction.roll_back()
+    assert gate is not stock
     assert gate(communicator, tensor) is True
     return in_turns(
         "quick-reduce check",

@@ -52,7 +52,10 @@ def error_of(code: str, path: str, **environ: str) -> str:
 def test_importing_it_loads_nothing_heavy() -> None:
     code = "import json, sys; before = set(sys.modules); import drafttools; print(json.dumps(sorted(set(sys.modules) - before)))"
     loaded = set(printed(code))
-    assert not {"torch", "vllm", "typer", "wrapt", "dataclasses", "inspect", "pathlib", "importlib.metadata"} & loaded
+    assert (
+        not {"torch", "vllm", "typer", "wrapt", "dataclasses", "typing", "inspect", "pathlib", "importlib.metadata"}
+        & loaded
+    )
     assert {name for name in loaded if name.startswith("drafttools")} == {
         "drafttools",
         "drafttools.activation",
@@ -80,6 +83,9 @@ def test_vllm_that_is_there_already_is_patched_at_once(small_vllm: str) -> None:
 @pytest.mark.parametrize("mode", ["off", " OFF "])
 def test_off(small_vllm: str, mode: str) -> None:
     assert states("import vllm.config", small_vllm, DRAFTTOOLS=mode) == {}
+    code = "import json, os, sys; before = [dict(os.environ), list(sys.meta_path)]; import drafttools; "
+    code += "print(json.dumps([dict(os.environ), list(sys.meta_path)] == before))"
+    assert printed(code, DRAFTTOOLS=mode)
 
 
 # --- bad values ---
