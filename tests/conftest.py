@@ -7,7 +7,7 @@ for _name in [name for name in os.environ if name.startswith("DRAFTTOOLS") and n
 os.environ["DRAFTTOOLS"] = "off"
 
 from collections.abc import Iterator  # noqa: E402
-from pathlib import Path  # noqa: E402
+from contextlib import ExitStack  # noqa: E402
 
 import pytest  # noqa: E402
 
@@ -17,32 +17,32 @@ INSTALLED, TREE = "installed", "tree"
 
 
 @pytest.fixture(scope="session")
-def installed_vllm() -> Iterator[VllmProcess]:
-    """A process in which the installed vLLM is imported and drafttools is not active; tests run in forks of it."""
+def vllm_processes() -> Iterator[dict[str, VllmProcess]]:
+    """A process for each vLLM at hand, importing it at the same time; drafttools is not active in them."""
     pytest.importorskip("vllm")
-    with VllmProcess() as process:
-        yield process
+    tree = vllm_tree()
+    with ExitStack() as stack:
+        processes = {INSTALLED: stack.enter_context(VllmProcess())}
+        if tree is not None:
+            processes[TREE] = stack.enter_context(VllmProcess(tree))
+        yield processes
 
 
 @pytest.fixture(scope="session")
-def tree_vllm() -> Iterator[VllmProcess]:
-    """The same on the unpacked wheel that DRAFTTOOLS_VLLM_TREE names (vLLM 0.33.0 in CI)."""
-    tree = vllm_tree()
-    if tree is None:
+def installed_vllm(vllm_processes: dict[str, VllmProcess]) -> VllmProcess:
+    """A process in which the installed vLLM is imported; tests run in forks of it."""
+    return vllm_processes[INSTALLED]
+
+
+@pytest.fixture(scope="session")
+def tree_vllm(vllm_processes: dict[str, VllmProcess]) -> VllmProcess:
+    """The same with the unpacked wheel that DRAFTTOOLS_VLLM_TREE names (vLLM 0.33.0 in CI)."""
+    if TREE not in vllm_processes:
         pytest.skip("DRAFTTOOLS_VLLM_TREE is not set")
-    with VllmProcess(tree) as process:
-        yield process
+    return vllm_processes[TREE]
 
 
 @pytest.fixture(params=[INSTALLED, TREE])
 def vllm_process(request: pytest.FixtureRequest) -> VllmProcess:
     """Each vLLM at hand in turn."""
     return request.getfixturevalue(f"{request.param}_vllm")
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    """An empty directory to start processes in."""
-    path = tmp_path / "home"
-    path.mkdir()
-    return path
