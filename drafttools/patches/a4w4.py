@@ -26,6 +26,8 @@ class _SwitchOff:
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     original: FunctionType = module.FusedMoEConfig.__post_init__
+    if type(original) is not FunctionType or original.__globals__ is not vars(module):
+        raise RuntimeError("FusedMoEConfig.__post_init__ was already wrapped or replaced by other code")
     seen = attest.evidence(PATCH.name)
     enforcing = settings.mode() == "enforce"
 

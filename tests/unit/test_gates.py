@@ -116,6 +116,37 @@ def test_a4w4_changes_one_flag(vllm_process: VllmProcess) -> None:
     assert vllm_process.call(other_fields_in_scope) == ["use_mxfp4_w4a4_dsv4"]
 
 
+def a4w4_over_other_code(wrapped: bool) -> list[str]:
+    """Another plugin has its hands on `FusedMoEConfig.__post_init__` when drafttools is activated; the switch is off."""
+    import os
+
+    import wrapt
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    import drafttools
+    from drafttools import engine
+
+    stock = FusedMoEConfig.__post_init__
+    names: dict[str, Any] = {"stock": stock}
+    exec("def theirs(self): stock(self)", names)
+    call = lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs)  # noqa: E731
+    FusedMoEConfig.__post_init__ = wrapt.FunctionWrapper(stock, call) if wrapped else names["theirs"]
+    os.environ["DRAFTTOOLS"] = "enforce"
+    drafttools.activate()
+    with effects.aiter_moe(False, "qwen3_moe") as ask:
+        answer = str(in_scope(ask))
+    item = engine.applied()["a4w4"]
+    return [str(item.state), item.reason, answer]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a4w4_is_refused_over_other_code(vllm_process: VllmProcess, wrapped: bool) -> None:
+    """It re-runs vLLM's own code, which must be there; a draft still loads."""
+    state, reason, answer = vllm_process.call(a4w4_over_other_code, wrapped, mode="off")
+    assert (state, answer) == ("refused", "False")
+    assert "already wrapped or replaced" in reason
+
+
 # --- quick reduce: every caller ---
 
 
