@@ -236,6 +236,10 @@ def _read_one(path: Path) -> dict[str, Any]:
     missing = {"run", "role", "mode", "patches", "drafts", "gates", "written"} - loaded.keys()
     if missing:
         raise DraftToolsError(f"{path} lacks {', '.join(sorted(missing))}; remove it and run again")
+    kinds = {"patches": list, "drafts": list, "gates": dict}
+    wrong = [key for key, kind in kinds.items() if not isinstance(loaded[key], kind)]
+    if wrong:
+        raise DraftToolsError(f"{path} is no report: {', '.join(wrong)} is of another kind; remove it and run again")
     return loaded
 
 

@@ -21,6 +21,7 @@ _applied: dict[str, Applied] = {}
 _refreshing = threading.RLock()
 _tree: Tree | None = None
 _reload: Any = None
+_late = False
 
 
 def vllm_is_being_imported() -> None:
@@ -60,7 +61,7 @@ def refresh(finished: str = "") -> None:
     While another thread does, nothing: waiting for it could mean waiting for an import that waits for this one.
     """
     tree = _vllm_tree()
-    if tree is None or not _refreshing.acquire(blocking=False):
+    if _late or tree is None or not _refreshing.acquire(blocking=False):
         return
     try:
         for item in list(_applied.values()):
@@ -100,9 +101,11 @@ def _register() -> None:
     items = {patch.name: Applied(patch) for patch in patches.ALL}
     for name in disabled:
         items[name].state, items[name].reason = State.DISABLED, f"switched off by {settings.DISABLE}"
-    if _too_late():
+    global _late
+    _late = _too_late()
+    if _late:
         for item in items.values():
-            item.state = State.DISABLED
+            item.state = State.REFUSED
             item.reason = "activated after vLLM had compiled a model; import drafttools before vLLM loads one"
         attest.note("activated too late: vLLM had already compiled a model, nothing was patched")
     _applied.update(items)
