@@ -13,84 +13,12 @@ import pytest
 
 from drafttools import settings
 from tests.engine import harness
+from tests.engine.shapes import assert_in_effect, draft_model, eagle, mtp
 
 pytestmark = pytest.mark.engine
 
 # A spawned engine at TP 2 takes about a minute; each run below serves several tests.
 RUN_CLI = (sys.executable, "-m", "drafttools.cli", "run")
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-
-    from tests.engine import tiny_checkpoints
-
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("checkpoints")
-    for make in (tiny_checkpoints.llama, tiny_checkpoints.qwen3, tiny_checkpoints.deepseek_mtp):
-        make(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("engines")
-    return lambda name: root / name
-
-
-def draft_model(checkpoints: Path, tp: int = 2) -> dict[str, Any]:
-    config = {
-        "method": "draft_model",
-        "model": str(checkpoints / "qwen3_draft"),
-        "num_speculative_tokens": 2,
-        "draft_tensor_parallel_size": tp,
-    }
-    return {
-        "model": str(checkpoints / "qwen3"),
-        "speculative_config": config,
-        "tensor_parallel_size": tp,
-        "enforce_eager": True,
-    }
-
-
-def eagle(checkpoints: Path, tp: int = 1) -> dict[str, Any]:
-    config = {"method": "eagle", "model": str(checkpoints / "llama_eagle"), "num_speculative_tokens": 2}
-    return {
-        "model": str(checkpoints / "llama"),
-        "speculative_config": config,
-        "tensor_parallel_size": tp,
-        "enforce_eager": True,
-    }
-
-
-def mtp(checkpoints: Path, tp: int = 1) -> dict[str, Any]:
-    """Compiled: the draft class is itself `@support_torch_compile`."""
-    return {
-        "model": str(checkpoints / "deepseek_mtp"),
-        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
-        "tensor_parallel_size": tp,
-    }
-
-
-def assert_in_effect(served: harness.Served, way_in: str, draft_class: str) -> list[dict[str, Any]]:
-    """The probe saw every draft call in scope and no target call; the reports say the same."""
-    host = served.probe["host"]
-    assert host["draft_in"] > 0
-    assert host["draft_out"] == 0
-    assert host["target_in"] == 0
-    assert host["target_out"] > 0
-    code, text = harness.status(served.reports)
-    assert code == 0, text
-    reports = [json.loads(path.read_text()) for path in served.reports.glob("*.json")]
-    assert {report["way_in"] for report in reports} == {way_in}
-    workers = [report for report in reports if report["role"] == "worker" and report["drafts"]]
-    for report in workers:
-        (draft,) = report["drafts"]
-        assert draft["class"] == draft_class
-        assert draft["calls"]["__call__"] > 0
-        assert draft["calls"]["compute_logits"] > 0
-    return workers
 
 
 def test_unpatched_workers_are_told(checkpoints: Path, work: Callable[[str], Path]) -> None:
@@ -134,39 +62,6 @@ def test_eagle_through_the_injection_directory(checkpoints: Path, work: Callable
     assert stock.probe["host"]["draft_in"] == 0
 
 
-def test_compiled_mtp_from_a_cold_and_a_warm_cache(checkpoints: Path, work: Callable[[str], Path]) -> None:
-    """The draft's top class is itself compiled; stock and shim share one cache root and must not share graphs."""
-    cache = {"VLLM_CACHE_ROOT": str(work("mtp-cache"))}
-    stock = harness.engine(work("mtp-stock"), mtp(checkpoints), target_layers=2, **cache)
-    after_stock = _cache_keys(work)
-    cold = harness.engine(work("mtp-cold"), mtp(checkpoints), target_layers=2, flags=("--import-drafttools",), **cache)
-    after_cold = _cache_keys(work)
-    warm = harness.engine(work("mtp-warm"), mtp(checkpoints), target_layers=2, DRAFTTOOLS="enforce", **cache)
-    assert_in_effect(cold, "import", "DeepSeekMTP")
-    assert_in_effect(warm, "plugin", "DeepSeekMTP")
-    assert cold.tokens == stock.tokens
-    assert warm.tokens == stock.tokens
-    assert after_stock < after_cold, "the shim must not reuse graphs compiled without it"
-    assert _cache_keys(work) == after_cold, "a second run under the shim must reuse the first one's graphs"
-
-
-def test_without_a_draft_nothing_changes(checkpoints: Path, work: Callable[[str], Path]) -> None:
-    """No draft, no opt-in: tokens and log-probabilities are bit-equal, and no patch is seen doing anything."""
-    options = {"model": str(checkpoints / "qwen3"), "enforce_eager": True}
-    stock = harness.engine(work("plain-stock"), options, target_layers=2)
-    served = harness.engine(work("plain"), options, target_layers=2, flags=("--import-drafttools",))
-    assert served.tokens == stock.tokens
-    assert served.logprobs == stock.logprobs
-    assert served.probe["host"]["target_in"] == 0
-    reports = [json.loads(path.read_text()) for path in served.reports.glob("*.json")]
-    assert any(report["role"] == "worker" for report in reports)
-    assert not any(report["drafts"] for report in reports)
-    assert "in_effect" not in {patch["state"] for report in reports for patch in report["patches"]}
-    code, text = harness.status(served.reports)
-    assert code == 1, text
-    assert "no worker reported a draft model" in text
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "options", "tp", "draft_class"),
@@ -192,11 +87,6 @@ def test_the_other_world_sizes(
     workers = assert_in_effect(served, "import", draft_class)
     assert len(workers) == tp
     assert served.tokens == stock.tokens
-
-
-def _cache_keys(work: Callable[[str], Path]) -> set[str]:
-    compiled = work("mtp-cache") / "torch_compile_cache"
-    return {str(path.relative_to(compiled)) for path in compiled.glob("*/*") if path.is_dir()}
 
 
 def _remember(work: Callable[[str], Path], name: str, tokens: list[list[int]]) -> None:
