@@ -307,8 +307,10 @@ def test_a_plain_environment_has_no_obstacle_on_the_path() -> None:
     assert not any_with(found, "VLLM_PLUGINS")
 
 
-def test_without_site_packages_neither_the_plugin_nor_wrapt_is_there() -> None:
-    found = obstacles(flags=("-S",))
+def test_without_site_packages_neither_the_plugin_nor_wrapt_is_there(tmp_path: Path) -> None:
+    # Away from the checkout, where an editable install leaves its metadata.
+    (tmp_path / "drafttools").symlink_to(ROOT / "drafttools")
+    found = obstacles(flags=("-S",), cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert any_with(found, "vllm.general_plugins entry point is not installed")
     assert any_with(found, "wrapt is not installed")
 
