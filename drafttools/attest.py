@@ -1,7 +1,7 @@
 """What this process did for its draft models: counters while it runs, one JSON report, and the reader for all of them.
 
-Counting is a dictionary increment. The report is written atomically when something new happens, at most once a
-second while the draft runs, and at exit; a directory that cannot be written never stops a server.
+Counting is a dictionary increment. The report is written atomically when something new happens, while the draft runs
+ever less often, down to once in half a minute, and at exit; a directory that cannot be written never stops a server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from drafttools.errors import DraftToolsError
 from drafttools.patching import Applied, State
 
 SCHEMA = 1
-_WRITE_EVERY_S = 1.0
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
 
 
 class Evidence:
@@ -72,13 +73,14 @@ class Draft:
 
 _evidence: dict[str, Evidence] = {}
 _drafts: list[Draft] = []
-_entry_points: Counter[str] = Counter()
+_entry_points: Counter[tuple[type, str]] = Counter()
 _notes: list[str] = []
 _ungated: list[str] = []
 _failures: list[str] = []
 _worker: dict[str, Any] = {}
 _applied: dict[str, Applied] = {}
-_last_write = 0.0
+_pause = _FIRST_PAUSE_S
+_next_write = 0.0
 _complained = False
 
 
@@ -135,10 +137,14 @@ def drafts() -> list[Draft]:
     return _drafts
 
 
-def entered(entry_point: str) -> None:
-    """Count a runner entry point that ran in scope."""
-    _entry_points[entry_point] += 1
-    if _entry_points[entry_point] == 1 or time.monotonic() - _last_write > _WRITE_EVERY_S:
+def entered(cls: type, entry_point: str) -> None:
+    """Count a runner entry point (a method of a proposer or speculator) that ran in scope."""
+    global _pause
+    _entry_points[cls, entry_point] += 1
+    if time.monotonic() >= _next_write:
+        _pause = min(2 * _pause, _LONGEST_PAUSE_S)
+        write()
+    elif _entry_points[cls, entry_point] == 1:
         write()
 
 
@@ -182,7 +188,7 @@ def report() -> dict[str, Any]:
             for name, item in _applied.items()
         ],
         "drafts": [draft.as_json() for draft in _drafts],
-        "entry_points": dict(_entry_points),
+        "entry_points": {f"{cls.__name__}.{name}": count for (cls, name), count in _entry_points.items()},
         "gates": {name: {"asked": evidence(name).asked, "declined": evidence(name).declined} for name in gates},
         "ungated": list(_ungated),
         "failures": list(_failures),
@@ -192,8 +198,8 @@ def report() -> dict[str, Any]:
 
 def write() -> None:
     """Write the report, if a directory was asked for. Says so once when it cannot, and never raises for that."""
-    global _last_write, _complained
-    _last_write = time.monotonic()
+    global _next_write, _complained
+    _next_write = time.monotonic() + _pause
     directory = os.environ.get(settings.REPORT_DIR)
     if not directory or not _applied:
         return
@@ -201,7 +207,7 @@ def write() -> None:
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(report(), indent=1))
+        temporary.write_text(json.dumps(report()))
         os.replace(temporary, path)
     except (OSError, TypeError, ValueError) as error:
         if not _complained:
@@ -271,6 +277,8 @@ def forget_evidence() -> None:
 
 def after_fork() -> None:
     """A forked child starts its own report; what the parent saw is not the child's evidence."""
+    global _pause, _next_write
+    _pause, _next_write = _FIRST_PAUSE_S, 0.0
     forget_evidence()
     _drafts.clear()
     _entry_points.clear()

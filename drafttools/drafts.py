@@ -18,7 +18,7 @@ from typing import Any
 from drafttools import attest, engine, hazards, quantization, settings
 from drafttools.errors import DraftToolsError
 from drafttools.patching import State
-from drafttools.scope import draft_model_scope
+from drafttools.scope import draft_model_scope, in_draft_model
 
 _marked: weakref.WeakKeyDictionary[Any, attest.Draft] = weakref.WeakKeyDictionary()
 _loading: ContextVar[bool] = ContextVar("drafttools_loading", default=False)
@@ -202,6 +202,8 @@ def _in_scope(method: Callable[..., Any], name: str, record: attest.Draft) -> Ca
         if is_compiling():
             return method(self, *args, **kwargs)
         calls[name] += 1
+        if in_draft_model():  # the runner's entry point is in scope nearly always
+            return method(self, *args, **kwargs)
         with draft_model_scope():
             return method(self, *args, **kwargs)
 

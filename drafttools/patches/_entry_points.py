@@ -19,9 +19,10 @@ def scoped(patch_name: str) -> Callable[..., Any]:
         seen.asked += 1
         with draft_model_scope():
             result = wrapped(*args, **kwargs)
-        if wrapped.__name__ == "load_model":
+        name = wrapped.__name__
+        if name == "load_model":
             drafts.note_shared_modules()
-        attest.entered(f"{type(instance).__name__}.{wrapped.__name__}")
+        attest.entered(type(instance), name)
         return result
 
     return wrapper

@@ -1,30 +1,94 @@
-"""Tokens per second of a CPU engine with and without the shim, in alternating runs.
+"""Tokens per second of a CPU engine with and without the shim, from engines that take turns.
 
-    python -m tests.engine.cost [PAIRS]
+    python -m tests.engine.cost [PAIRS_OF_ENGINES]
 
-Prints each run's best round and the ratio of each pair. A round serves the harness's prompts once; the best of many is
-least disturbed by whatever else the machine does.
+The two engines of a pair stay loaded and serve the same prompts, one at a time, in the order stock, shim, shim, stock,
+so both turns meet the same machine; their ratio is the median over the turns. Two processes of one program differ by
+chance (where their memory lies), so there are several pairs, and the result is the median over them with its 95 %
+bootstrap interval. The checkpoint is so small that a step is nearly all Python: the case in which a shim costs the most.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import random
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-from tests.engine import harness, tiny_checkpoints
+from tests.engine import harness, serve, tiny_checkpoints
 
-ROUNDS = 30
+WARM_UP = 5
+TURNS = 60
+RESAMPLES = 2000
 
 
-def best_round(directory: Path, checkpoints: Path, flags: tuple[str, ...]) -> float:
-    """Seconds of the fastest round of one engine."""
-    config = {"method": "eagle", "model": str(checkpoints / "llama_eagle"), "num_speculative_tokens": 2}
-    options = {"model": str(checkpoints / "llama"), "speculative_config": config, "enforce_eager": True}
-    return min(harness.engine(directory, options, target_layers=2, flags=(*flags, f"--rounds={ROUNDS}")).round_seconds)
+class Engine:
+    """One engine that serves a round whenever asked."""
+
+    def __init__(self, checkpoints: Path, directory: Path, *flags: str) -> None:
+        """Start loading it; `directory` takes its reports."""
+        config = {"method": "eagle", "model": str(checkpoints / "llama_eagle"), "num_speculative_tokens": 2}
+        options = {"model": str(checkpoints / "llama"), "speculative_config": config, "enforce_eager": True}
+        command = [sys.executable, "-m", "tests.engine.serve", json.dumps({"gpu_memory_utilization": 0.2, **options})]
+        self._process = subprocess.Popen(
+            [*command, "--turns", *flags],
+            env=harness.environment(
+                PYTHONPATH=str(harness.ROOT),
+                PYTHONHASHSEED="0",
+                VLLM_ENABLE_V1_MULTIPROCESSING="0",
+                DRAFTTOOLS_REPORT_DIR=str(directory),
+            ),
+            cwd=harness.ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def turn(self) -> float:
+        """Seconds of one round."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(serve.TURN):
+                return float(line.removeprefix(serve.TURN))
+        raise RuntimeError(f"the engine ended with exit status {self._process.wait()}")
+
+    def stop(self) -> None:
+        """End it and wait."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """95 % bootstrap interval of the median."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
+
+
+def pair(root: Path, number: int) -> tuple[list[float], list[float]]:
+    """Seconds of each turn of two engines, stock and shim."""
+    reports = root / f"shim{number}"
+    engines = [Engine(root, root / f"stock{number}"), Engine(root, reports, "--import-drafttools")]
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for i in range(WARM_UP + TURNS):
+        for arm in (0, 1) if i % 2 else (1, 0):
+            seconds[arm].append(engines[arm].turn())
+    for engine in engines:
+        engine.stop()
+    code, text = harness.status(reports)
+    assert code == 0, text
+    return seconds[0][WARM_UP:], seconds[1][WARM_UP:]
 
 
 def main(pairs: int) -> None:
@@ -32,15 +96,18 @@ def main(pairs: int) -> None:
     torch.manual_seed(0)
     ratios = []
     with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch)
-        tiny_checkpoints.llama(root)
-        for i in range(pairs):
-            arms = [("stock", ()), ("shim", ("--import-drafttools",))]
-            seconds = {name: best_round(root / f"{name}{i}", root, flags) for name, flags in arms[:: 1 - 2 * (i % 2)]}
-            ratios.append(seconds["stock"] / seconds["shim"])
-            print(f"pair {i}: stock {seconds['stock']:.4f} s, shim {seconds['shim']:.4f} s, ratio {ratios[-1]:.4f}")
-    print(f"tokens/s with the shim over without: median {statistics.median(ratios):.4f} of {pairs} pairs")
+        tiny_checkpoints.llama(Path(scratch))
+        for number in range(pairs):
+            stock, shim = pair(Path(scratch), number)
+            ratios.append(statistics.median(a / b for a, b in zip(stock, shim, strict=True)))
+            print(
+                f"pair {number}: stock {statistics.median(stock):.4f} s, shim {statistics.median(shim):.4f} s a turn, "
+                f"ratio {ratios[-1]:.4f}, load average {os.getloadavg()[0]:.1f}",
+                flush=True,
+            )
+    low, high = interval(ratios)
+    print(f"tokens/s with the shim over without: median {statistics.median(ratios):.4f} [{low:.4f}, {high:.4f}]")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 8)

@@ -25,7 +25,6 @@ class Served:
     tokens: list[list[int]]
     logprobs: list[list[str]]
     metrics: dict[str, float]
-    round_seconds: list[float]
     reports: Path
     probe: dict[str, Counter[str]]
     log: str
@@ -79,19 +78,11 @@ def engine(
     lines = [line for line in done.stdout.splitlines() if line.startswith(serve.MARK)]
     if expect_failure:
         assert done.returncode != 0, log[-4000:]
-        return Served([], [], {}, [], reports, {}, log)
+        return Served([], [], {}, reports, {}, log)
     assert done.returncode == 0, log[-4000:]
     assert lines, log[-4000:]
     served = json.loads(lines[-1].removeprefix(serve.MARK))
-    return Served(
-        served["tokens"],
-        served["logprobs"],
-        served["metrics"],
-        served["round_seconds"],
-        reports,
-        _probe_counts(probe),
-        log,
-    )
+    return Served(served["tokens"], served["logprobs"], served["metrics"], reports, _probe_counts(probe), log)
 
 
 def _probe_counts(directory: Path) -> dict[str, Counter[str]]:

@@ -3,7 +3,7 @@
     python -m tests.engine.serve '{"model": ..., "speculative_config": {...}, ...}' [--import-drafttools]
 
 The prompts are fixed and there is no tokenizer. `--children-off` imports drafttools here and leaves the engine's own
-processes without it. `--rounds=N` serves them N times more and times each round.
+processes without it. `--turns` then serves them once more for each line of standard input, and prints the seconds.
 """
 
 import json
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 MARK = "SERVED "
+TURN = "TURN "
 
 
 def main() -> None:
@@ -24,8 +25,8 @@ def main() -> None:
     prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 250 + 1 for j in range(5 + i)]} for i in range(4)]
     sampling = SamplingParams(max_tokens=24, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    rounds = sum(int(flag.removeprefix("--rounds=")) for flag in sys.argv if flag.startswith("--rounds="))
-    seconds = [_timed(lambda: llm.generate(prompts, sampling, use_tqdm=False)) for _ in range(rounds)]
+    for _ in sys.stdin if "--turns" in sys.argv else ():
+        print(TURN, _timed(lambda: llm.generate(prompts, sampling, use_tqdm=False)), flush=True)
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics() if "spec_decode" in m.name}
     completions = [output.outputs[0] for output in outputs]
     served = {
@@ -33,7 +34,6 @@ def main() -> None:
         # repr keeps every bit of a double
         "logprobs": [[repr(next(iter(p.values())).logprob) for p in c.logprobs] for c in completions],
         "metrics": metrics,
-        "round_seconds": seconds,
     }
     print(MARK + json.dumps(served), flush=True)
 

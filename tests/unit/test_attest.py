@@ -27,7 +27,12 @@ def process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attest, name, [])
     monkeypatch.setattr(attest, "_entry_points", attest.Counter())
     monkeypatch.setattr(attest, "_complained", False)
-    monkeypatch.setattr(attest, "_last_write", 0.0)
+    monkeypatch.setattr(attest, "_pause", attest._FIRST_PAUSE_S)
+    monkeypatch.setattr(attest, "_next_write", 0.0)
+
+
+class Proposer:
+    """Stands for a runner's proposer: only its name is reported."""
 
 
 def a_draft(**changes: Any) -> attest.Draft:
@@ -85,7 +90,7 @@ def test_it_is_updated(directory: Path) -> None:
     draft.calls["forward"] += 2
     attest.count_captures("piecewise", 3)
     attest.evidence("quick_reduce").asked = 5
-    attest.entered("Proposer.propose")
+    attest.entered(Proposer, "propose")
     report = written(directory)
     assert report["drafts"][0]["calls"] == {"forward": 2}
     assert report["drafts"][0]["captures"]["piecewise"] == 3
@@ -93,18 +98,16 @@ def test_it_is_updated(directory: Path) -> None:
     assert report["entry_points"] == {"Proposer.propose": 1}
 
 
-def test_it_is_not_written_for_every_call(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 0
-
-    def write() -> None:
-        nonlocal count
-        count += 1
-        attest._last_write = attest.time.monotonic()
-
-    monkeypatch.setattr(attest, "write", write)
-    for _ in range(1000):
-        attest.entered("Proposer.propose")
-    assert count <= 3
+def test_it_is_written_ever_less_often(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written_at = 0.0, []
+    monkeypatch.setattr(attest.time, "monotonic", lambda: now)
+    monkeypatch.setattr(attest, "report", lambda: written_at.append(now) or {})
+    for tenth in range(1200):
+        now = tenth / 10
+        attest.entered(Proposer, "propose")
+    assert written_at == [0.0, 2.0, 6.0, 14.0, 30.0, 60.0, 90.0]
+    attest.entered(Proposer, "capture")
+    assert written_at[-1] == now, "an entry point not seen before is written at once"
 
 
 def test_nothing_is_written_when_nobody_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
