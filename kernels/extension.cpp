@@ -225,7 +225,11 @@ CUstream current_stream(int device) {
 // ---------------------------------------------------------------- arguments
 
 constexpr int64_t kDirectTokens = 16;   // up to here every token streams its experts on its own
-constexpr int64_t kDownBlocks = 4;      // of the down kernel a multiprocessor, and least a tile
+// Blocks of a down kernel: on a multiprocessor at a time (registers allow no more), and the least a tile.
+struct DownBlocks {
+  int64_t resident, least;
+};
+constexpr DownBlocks kDirectDown = {3, 2}, kGroupedDown = {4, 4};
 constexpr int64_t kChunkTokens = 4096;  // most tokens at a time: bounds the scratch, 2 * (H + I) bytes a pair
 
 void check_tensor(const Tensor& t, const char* name, const Tensor& x, ScalarType dtype, std::initializer_list<int64_t> shape) {
@@ -320,13 +324,13 @@ struct Launcher {
   }
 };
 
-// Down and the sum over choices. A tile's rows go to enough blocks to fill the device; past that, to few, where
-// each loads its next weights behind the present ones.
-void run_down(const Launcher& launch, CUfunction down, unsigned tiles, int tile_tokens) {
+// Down and the sum over choices. A tile's rows go to as many blocks as run at once, since one more would start when
+// those end; where tiles alone fill the device, to few, each loading its next weights behind the present ones.
+void run_down(const Launcher& launch, CUfunction down, unsigned tiles, int tile_tokens, DownBlocks wanted) {
   const Params& p = launch.params;
   const int64_t busy = std::min<int64_t>(tiles, p.experts);
   const int64_t most = ceil_div(p.hidden, kDownRows * kDownWarps);
-  const int64_t blocks = std::min(most, std::max(kDownBlocks, kDownBlocks * launch.kernels.processors / busy));
+  const int64_t blocks = std::min(most, std::max(wanted.least, wanted.resident * launch.kernels.processors / busy));
   launch(down, blocks, tiles, 32 * kDownWarps, down_shared(launch.kernels.arch, tile_tokens, p.local), true);
   launch(launch.kernels.reduce, ceil_div(int64_t(p.tokens) * p.hidden / 8, kReduceThreads), 1, kReduceThreads, 0, true);
 }
@@ -336,7 +340,7 @@ void run_direct(const Launcher& launch) {
   const unsigned pairs = p.tokens * p.top_k;
   launch(launch.kernels.gate_up_direct, ceil_div(p.local, 8 * kDirectGateGroups), pairs, 32 * kGateWarps,
          gate_up_shared(launch.kernels.arch, 1, false, kDirectGateGroups), false);
-  run_down(launch, launch.kernels.down_direct, pairs, 8);
+  run_down(launch, launch.kernels.down_direct, pairs, 8, kDirectDown);
 }
 
 // The smallest tile that holds most experts' tokens, if its activations fit in shared memory.
@@ -359,7 +363,7 @@ void run_grouped(const Launcher& launch, const TileKernels& tile) {
     launch(tile.gate_up, ceil_div(p.local, 16 * kTiledWarps), tiles, 32 * kTiledWarps, tile.gate_up_shared, true);
   else
     launch(tile.gate_up, ceil_div(p.local, 8 * kStreamGateGroups), tiles, 32 * kGateWarps, tile.gate_up_shared, true);
-  run_down(launch, tile.down, tiles, tile.tokens);
+  run_down(launch, tile.down, tiles, tile.tokens, kGroupedDown);
 }
 
 struct Scratch {  // carves one allocation
