@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -21,11 +20,11 @@ from pathlib import Path
 
 import torch
 
+from tests.bootstrap import median_interval
 from tests.engine import harness, serve, tiny_checkpoints
 
 WARM_UP = 5
 TURNS = 60
-RESAMPLES = 2000
 
 
 class Engine:
@@ -69,13 +68,6 @@ class Engine:
         self._process.wait()
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """95 % bootstrap interval of the median."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
-    return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
-
-
 def pair(root: Path, number: int) -> tuple[list[float], list[float]]:
     """Seconds of each turn of two engines, stock and shim."""
     reports = root / f"shim{number}"
@@ -105,7 +97,7 @@ def main(pairs: int) -> None:
                 f"ratio {ratios[-1]:.4f}, load average {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
-    low, high = interval(ratios)
+    low, high = median_interval(ratios)
     print(f"tokens/s with the shim over without: median {statistics.median(ratios):.4f} [{low:.4f}, {high:.4f}]")
 
 

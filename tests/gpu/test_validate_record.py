@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import stat
 import sys
 import time
@@ -121,12 +122,15 @@ def test_wrong_tokens_and_wrong_acceptance_fail() -> None:
 
 
 def test_cost_is_judged_on_paired_turns_after_the_warm_up() -> None:
-    slow = outcome(answers=[outcome().answers[0], *({**turn, "seconds": 1.02} for turn in outcome().answers[1:])])
+    first, *turns = outcome().answers
+    slow = outcome(answers=[first, *({**turn, "seconds": 1.02} for turn in turns)])
     assert cases.not_slower(outcome(), outcome())[0]
-    assert not cases.not_slower(slow, outcome())[0]
-    assert not cases.not_slower(outcome(answers=outcome().answers[:3]), outcome())[0]
-    uneven = [{**turn, "seconds": 0.8 + 0.1 * (n % 5)} for n, turn in enumerate(outcome().answers[1:])]
-    good, detail = cases.not_slower(outcome(answers=[outcome().answers[0], *uneven]), outcome())
+    assert not cases.not_slower(outcome(), slow)[0]
+    assert not cases.not_slower(outcome(), outcome(), outcome(), slow)[0], "every pair counts"
+    assert not cases.not_slower(outcome(), outcome(answers=[first, *turns[:3]]))[0]
+    draw = random.Random(0)
+    uneven = [{**turn, "seconds": draw.uniform(0.7, 1.3)} for turn in turns]
+    good, detail = cases.not_slower(outcome(), outcome(answers=[first, *uneven]))
     assert not good
     assert detail.startswith("too noisy to tell")
 
@@ -212,8 +216,8 @@ def test_an_engine_s_environment_has_no_drafttools_but_what_the_case_sets(
 ) -> None:
     monkeypatch.setitem(os.environ, "DRAFTTOOLS_REPORT_DIR", "elsewhere")
     by_name = {engine.name: engine for engine in cases.ENGINES}
-    stock = engines._environment(by_name["cost-stock"], tmp_path / "x")
-    shim = engines._environment(by_name["cost-shim"], tmp_path / "x")
+    stock = engines._environment(by_name["cost-a-stock"], tmp_path / "x")
+    shim = engines._environment(by_name["cost-a-shim"], tmp_path / "x")
     assert stock == shim
     assert not [name for name in stock if name.startswith("DRAFTTOOLS")]
     assert engines._environment(by_name["experts-fp8-online"], tmp_path)["DRAFTTOOLS_FP8_EXPERTS_UNSUPPORTED"] == "1"
