@@ -71,9 +71,11 @@ class Draft:
         }
 
 
+# Calls of each runner entry point in scope: (class of the proposer or speculator, method).
+entry_points: dict[tuple[type, str], int] = {}
+
 _evidence: dict[str, Evidence] = {}
 _drafts: list[Draft] = []
-_entry_points: Counter[tuple[type, str]] = Counter()
 _notes: list[str] = []
 _ungated: list[str] = []
 _failures: list[str] = []
@@ -137,14 +139,13 @@ def drafts() -> list[Draft]:
     return _drafts
 
 
-def entered(cls: type, entry_point: str) -> None:
-    """Count a runner entry point (a method of a proposer or speculator) that ran in scope."""
+def entered(first: bool) -> None:
+    """Write the report after a runner entry point was counted in `entry_points`, if it is the first or time is due."""
     global _pause
-    _entry_points[cls, entry_point] += 1
-    if time.monotonic() >= _next_write:
-        _pause = min(2 * _pause, _LONGEST_PAUSE_S)
+    if first:
         write()
-    elif _entry_points[cls, entry_point] == 1:
+    elif time.monotonic() >= _next_write:
+        _pause = min(2 * _pause, _LONGEST_PAUSE_S)
         write()
 
 
@@ -188,7 +189,7 @@ def report() -> dict[str, Any]:
             for name, item in _applied.items()
         ],
         "drafts": [draft.as_json() for draft in _drafts],
-        "entry_points": {f"{cls.__name__}.{name}": count for (cls, name), count in _entry_points.items()},
+        "entry_points": {f"{cls.__name__}.{name}": count for (cls, name), count in entry_points.items()},
         "gates": {name: {"asked": evidence(name).asked, "declined": evidence(name).declined} for name in gates},
         "ungated": list(_ungated),
         "failures": list(_failures),
@@ -281,7 +282,7 @@ def after_fork() -> None:
     _pause, _next_write = _FIRST_PAUSE_S, 0.0
     forget_evidence()
     _drafts.clear()
-    _entry_points.clear()
+    entry_points.clear()
     _worker.clear()
     _finalize_forked_children()
 

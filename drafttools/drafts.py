@@ -18,7 +18,7 @@ from typing import Any
 from drafttools import attest, engine, hazards, quantization, settings
 from drafttools.errors import DraftToolsError
 from drafttools.patching import State
-from drafttools.scope import draft_model_scope, in_draft_model
+from drafttools.scope import call_in_scope, draft_model_scope, innermost
 
 _marked: weakref.WeakKeyDictionary[Any, attest.Draft] = weakref.WeakKeyDictionary()
 _loading: ContextVar[bool] = ContextVar("drafttools_loading", default=False)
@@ -202,10 +202,9 @@ def _in_scope(method: Callable[..., Any], name: str, record: attest.Draft) -> Ca
         if is_compiling():
             return method(self, *args, **kwargs)
         calls[name] += 1
-        if in_draft_model():  # the runner's entry point is in scope nearly always
+        if innermost() is not None:  # nearly always: the runner's entry point is in scope
             return method(self, *args, **kwargs)
-        with draft_model_scope():
-            return method(self, *args, **kwargs)
+        return call_in_scope(method, (self, *args), kwargs)
 
     return scoped
 

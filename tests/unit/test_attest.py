@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attest, name, {})
     for name in ("_drafts", "_notes", "_ungated", "_failures"):
         monkeypatch.setattr(attest, name, [])
-    monkeypatch.setattr(attest, "_entry_points", attest.Counter())
+    monkeypatch.setattr(attest, "entry_points", {})
     monkeypatch.setattr(attest, "_complained", False)
     monkeypatch.setattr(attest, "_pause", attest._FIRST_PAUSE_S)
     monkeypatch.setattr(attest, "_next_write", 0.0)
@@ -90,7 +91,8 @@ def test_it_is_updated(directory: Path) -> None:
     draft.calls["forward"] += 2
     attest.count_captures("piecewise", 3)
     attest.evidence("quick_reduce").asked = 5
-    attest.entered(Proposer, "propose")
+    attest.entry_points[Proposer, "propose"] = 1
+    attest.entered(first=True)
     report = written(directory)
     assert report["drafts"][0]["calls"] == {"forward": 2}
     assert report["drafts"][0]["captures"]["piecewise"] == 3
@@ -104,9 +106,10 @@ def test_it_is_written_ever_less_often(directory: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(attest, "report", lambda: written_at.append(now) or {})
     for tenth in range(1200):
         now = tenth / 10
-        attest.entered(Proposer, "propose")
-    assert written_at == [0.0, 2.0, 6.0, 14.0, 30.0, 60.0, 90.0]
-    attest.entered(Proposer, "capture")
+        attest.entered(first=tenth == 0)
+    pauses = [later - earlier for earlier, later in pairwise(written_at)]
+    assert pauses == pytest.approx([1, 2, 4, 8, 16, 30, 30], abs=0.2)
+    attest.entered(first=True)
     assert written_at[-1] == now, "an entry point not seen before is written at once"
 
 
