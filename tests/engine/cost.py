@@ -1,11 +1,12 @@
 """Tokens per second of a CPU engine with and without the shim, from engines that take turns.
 
-    python -m tests.engine.cost [PAIRS_OF_ENGINES]
+    python -m tests.engine.cost [PAIRS_OF_ENGINES] [SIZE ...]
 
 The two engines of a pair stay loaded and serve the same prompts, one at a time, in the order stock, shim, shim, stock,
 so both turns meet the same machine; their ratio is the median over the turns. Two processes of one program differ by
 chance (where their memory lies), so there are several pairs, and the result is the median over them with its 95 %
-bootstrap interval. The checkpoint is so small that a step is nearly all Python: the case in which a shim costs the most.
+bootstrap interval. Of the sizes, `small` has 35 million parameters, fewer than any model that is served; a step of
+`tiny` is nearly all Python, where a shim costs the most.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ from tests.bootstrap import median_interval
 from tests.engine import harness, serve, tiny_checkpoints
 
 WARM_UP = 5
-TURNS = 60
+TURNS = 40
+SIZES: dict[str, dict[str, int]] = {
+    "small": {
+        "num_hidden_layers": 12,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+    "tiny": {},
+}
 
 
 class Engine:
@@ -83,23 +94,26 @@ def pair(root: Path, number: int) -> tuple[list[float], list[float]]:
     return seconds[0][WARM_UP:], seconds[1][WARM_UP:]
 
 
-def main(pairs: int) -> None:
-    """Run and print."""
+def measure(size: str, pairs: int) -> None:
+    """Print every pair of one size, and their median."""
     torch.manual_seed(0)
     ratios = []
     with tempfile.TemporaryDirectory() as scratch:
-        tiny_checkpoints.llama(Path(scratch))
+        tiny_checkpoints.llama(Path(scratch), **SIZES[size])
         for number in range(pairs):
             stock, shim = pair(Path(scratch), number)
             ratios.append(statistics.median(a / b for a, b in zip(stock, shim, strict=True)))
             print(
-                f"pair {number}: stock {statistics.median(stock):.4f} s, shim {statistics.median(shim):.4f} s a turn, "
+                f"{size} {number}: stock {statistics.median(stock):.4f} s, shim {statistics.median(shim):.4f} s a turn, "
                 f"ratio {ratios[-1]:.4f}, load average {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
     low, high = median_interval(ratios)
-    print(f"tokens/s with the shim over without: median {statistics.median(ratios):.4f} [{low:.4f}, {high:.4f}]")
+    print(
+        f"{size}: tokens/s with the shim over without: median {statistics.median(ratios):.4f} [{low:.4f}, {high:.4f}]"
+    )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 8)
+    for chosen in sys.argv[2:] or SIZES:
+        measure(chosen, int(sys.argv[1]) if len(sys.argv) > 1 else 8)

@@ -9,6 +9,7 @@ and a draft whose weights are misread falls to nothing.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,22 +75,27 @@ GLM: dict[str, Any] = {
 }
 
 
-def make_all(directory: Path) -> None:
-    """Write every checkpoint the cases need under `directory`."""
-    torch.manual_seed(0)
-    llama(directory / "llama", directory / "llama_eagle", hidden=WIDTH, intermediate=WIDTH, layers=LAYERS)
-    llama(directory / "wide", directory / "wide_eagle", hidden=1024, intermediate=2816, layers=8)
-    qwen3(directory)
-    deepseek(directory / "deepseek")
-    for name, stored in (("experts_fp16", "plain"), ("experts_fp8", "fp8")):
-        sizes = {"experts": EXPERTS, "hidden": EXPERTS_HIDDEN, "dtype": torch.float16}
-        glm(directory / name, trunk=stored, draft=stored, **sizes)
-    glm(directory / "mxfp4", trunk="mxfp4", draft="mxfp4", experts=8, hidden=WIDTH)
-    glm(directory / "mixed", trunk="nvfp4", draft="mxfp4", experts=8, hidden=WIDTH)
+def make(directory: Path, names: Iterable[str]) -> None:
+    """Write these targets, and the drafts that belong to them, under `directory`."""
+    experts = {"experts": EXPERTS, "hidden": EXPERTS_HIDDEN, "dtype": torch.float16}
+    makers: dict[str, Callable[[], None]] = {
+        "llama": lambda: llama(directory / "llama", directory / "llama_eagle"),
+        "large": lambda: large(directory),
+        "qwen3": lambda: qwen3(directory),
+        "deepseek": lambda: deepseek(directory / "deepseek"),
+        "experts_fp16": lambda: glm(directory / "experts_fp16", trunk="plain", draft="plain", **experts),
+        "experts_fp8": lambda: glm(directory / "experts_fp8", trunk="fp8", draft="fp8", **experts),
+        "mxfp4": lambda: glm(directory / "mxfp4", trunk="mxfp4", draft="mxfp4", experts=8, hidden=WIDTH),
+        "mixed": lambda: glm(directory / "mixed", trunk="nvfp4", draft="mxfp4", experts=8, hidden=WIDTH),
+    }
+    for name in sorted(set(names) & set(makers)):
+        torch.manual_seed(0)
+        makers[name]()
 
 
-def llama(target: Path, draft: Path, *, hidden: int, intermediate: int, layers: int) -> None:
+def llama(target: Path, draft: Path) -> None:
     """A Llama target and its EAGLE head."""
+    hidden, intermediate, layers = WIDTH, WIDTH, LAYERS
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": hidden // HEAD_DIM}
     config = {**BASE, **sizes, "num_key_value_heads": hidden // HEAD_DIM, "model_type": "llama"}
     config |= {"architectures": ["LlamaForCausalLM"]}
@@ -101,6 +107,15 @@ def llama(target: Path, draft: Path, *, hidden: int, intermediate: int, layers: 
     del head["layers.0.input_layernorm.weight"]  # EAGLE's first layer has none
     head["fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
     _save(draft, head, {**config, "num_hidden_layers": 1})
+
+
+def large(directory: Path) -> None:
+    """A Llama and its EAGLE head without weights, for `load_format="dummy"`: 8 of the layers of a 70B model."""
+    config = {**BASE, "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "head_dim": 128}
+    config |= {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 64, "num_key_value_heads": 8}
+    for name, layers in (("large", 8), ("large_eagle", 1)):
+        (directory / name).mkdir(parents=True)
+        (directory / name / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
 
 
 def qwen3(directory: Path) -> None:

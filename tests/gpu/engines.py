@@ -36,6 +36,7 @@ ARCHITECTURES = (
     "DeepSeekMTPModel",
     "Glm4MoeForCausalLM",
     "Glm4MoeMTPModel",
+    "Qwen3MoeForCausalLM",
 )
 INSPECT = """
 import sys
@@ -60,6 +61,7 @@ class Engine:
         environ: further environment variables.
         takes_turns: stays loaded until all others are done, then is timed in turns with its group.
         in_process: run the model in the serving process, where memory and the probe can be read at any time.
+        question: asked in place of the common one.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Engine:
     environ: dict[str, str] = field(default_factory=dict)
     takes_turns: str = ""
     in_process: bool = True
+    question: dict[str, Any] | None = None
 
 
 class Running:
@@ -263,7 +266,7 @@ def _advance(running: Running, outcome: Outcome, asked: set[str], question: dict
     if running.engine.name not in asked:
         asked.add(running.engine.name)
         outcome.ready = answer
-        running.ask(question)
+        running.ask(running.engine.question or question)
         return False
     outcome.answers.append(answer)
     return True

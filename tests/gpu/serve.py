@@ -31,17 +31,26 @@ def main() -> None:
 
     started = time.monotonic()
     llm = LLM(**{**DEFAULTS, **json.loads(sys.argv[1])})
-    answer({"load_s": time.monotonic() - started, "memory": memory(), "probe": probe_counts(), **versions()})
+    ready = {"load_s": time.monotonic() - started, "memory": memory(), "probe": probe_counts()}
+    answer({**ready, "all_reduces": all_reduces(llm), **versions()})
     for line in sys.stdin:
         answer(generate(llm, json.loads(line)))
 
 
 def generate(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens of `request["prompts"]`, `max_tokens` each, as one batch or `one_by_one`, with what it cost."""
+    """Greedy tokens of `request["prompts"]`, `max_tokens` each, as one batch or `one_by_one`, with what it cost.
+
+    The prompts `language` are those of the trained checkpoints (tests/engine/effect).
+    """
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=request["max_tokens"], temperature=0, detokenize=False, ignore_eos=True)
-    prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+    if request["prompts"] == "language":
+        from tests.engine.effect import serve as effect
+
+        prompts = effect.prompts()
+    else:
+        prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
     batches = [[prompt] for prompt in prompts] if request.get("one_by_one") else [prompts]
     before, probed = counters(llm), probe_counts()
     start = time.perf_counter()
@@ -53,7 +62,25 @@ def generate(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
         "metrics": {name: value - before.get(name, 0) for name, value in counters(llm).items()},
         "probe_before": probed,
         "probe": probe_counts(),
+        "all_reduces": all_reduces(llm),
+        "requests": [accepted for output in outputs if (accepted := acceptance(output))],
     }
+
+
+def acceptance(output: Any) -> dict[str, int] | None:
+    """Verify steps and accepted draft tokens of one request, where `per_request_spec_decode_metrics` is on."""
+    metrics = getattr(output.outputs[0], "spec_decode_metrics", None)
+    if metrics is None:
+        return None
+    return {"drafts": sum(metrics.histogram), "accepted": sum(n * steps for n, steps in enumerate(metrics.histogram))}
+
+
+def all_reduces(llm: Any) -> list[dict[str, Any]]:
+    """Each rank's all-reduces so far; empty without the worker extension that counts them."""
+    if not llm.llm_engine.vllm_config.parallel_config.worker_extension_cls:
+        return []
+    counts: list[dict[str, Any]] = llm.collective_rpc("all_reduces")
+    return counts
 
 
 def counters(llm: Any) -> dict[str, float]:

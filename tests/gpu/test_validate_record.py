@@ -157,10 +157,53 @@ def test_every_check_names_engines_that_exist() -> None:
 
 def test_later_results_replace_earlier_ones_that_have_no_answer(tmp_path: Path) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.json"
-    first.write_text(json.dumps(results(a=outcome(answers=[], error="late"), b=outcome())))
-    second.write_text(json.dumps(results(a=outcome(), b=outcome(answers=[], error="late"))))
+    late = {"answers": [], "error": "late"}
+    old = results(cost_a_stock=outcome(**late), cost_a_shim=outcome(), retired=outcome())
+    first.write_text(json.dumps(old))
+    second.write_text(json.dumps(results(cost_a_stock=outcome(), cost_a_shim=outcome(**late))))
     merged = validate.outcomes_of(validate.merged([first, second]))
-    assert [merged[name].error for name in "ab"] == ["", ""]
+    assert {name: each.error for name, each in merged.items()} == {"cost-a-stock": "", "cost-a-shim": ""}
+
+
+def ranks(draft: str = "custom", target: str = "quick", host: int = 2, device: int = 9) -> list[dict[str, Any]]:
+    """Both ranks' all-reduces, each place's on one path."""
+    zero = dict.fromkeys(("quick", "custom", "symm_mem", "nccl"), 0)
+    counts = {
+        side: {"target": {**zero, target: number}, "draft": {**zero, draft: number}}
+        for side, number in (("host", host), ("device", device))
+    }
+    return [{**counts, "decisions": "same"} for _ in range(2)]
+
+
+def two_gpus(reduced: list[dict[str, Any]], **changes: Any) -> Outcome:
+    made = outcome()
+    made.ready["all_reduces"] = ranks(host=1, device=1)
+    made.answers[0] |= {"all_reduces": reduced, **changes}
+    return made
+
+
+def test_all_reduces_are_judged_by_path_on_both_ranks() -> None:
+    stock, shim = two_gpus(ranks(draft="quick")), two_gpus(ranks())
+    assert cases.draft_is_lossy(stock)[0]
+    assert not cases.draft_is_lossy(shim)[0]
+    assert cases.draft_is_exact(shim)[0]
+    assert not cases.draft_is_exact(stock)[0]
+    assert not cases.draft_is_exact(two_gpus(ranks(target="nccl")))[0]
+    assert not cases.draft_is_exact(two_gpus(ranks()[:1]))[0]
+    assert cases.ranks_alike(stock, shim)[0]
+    assert not cases.ranks_alike(shim, two_gpus([ranks()[0], ranks(draft="nccl")[0]]))[0]
+    assert cases.replayed(shim)[0]
+    assert not cases.replayed(two_gpus(ranks(host=9, device=9)))[0]
+
+
+def test_acceptance_is_given_back_beyond_chance() -> None:
+    def served(accepted: int) -> Outcome:
+        requests = [{"drafts": 10, "accepted": accepted + i % 3} for i in range(40)]
+        return two_gpus(ranks(), requests=requests)
+
+    assert cases.given_back(served(20), served(14), served(18))[0]
+    assert not cases.given_back(served(20), served(14), served(14))[0]
+    assert not cases.given_back(served(20), served(20), served(20))[0]
 
 
 FAKE = """#!{python}

@@ -72,7 +72,7 @@ def validate(
     with tempfile.TemporaryDirectory(prefix="drafttools-gpu-") as work:
         directory = Path(work)
         inspection = inspect_models(directory / "engines")
-        checkpoints.make_all(directory / "checkpoints")
+        checkpoints.make(directory / "checkpoints", (engine.model for engine in engines))
         inspection.wait()
         print(f"checkpoints made in {time.monotonic() - started:.0f} s", flush=True)
         outcomes = run(
@@ -118,17 +118,19 @@ def environment() -> dict[str, Any]:
 
 
 def merged(paths: list[Path]) -> dict[str, Any]:
-    """Several results as one: for each engine the last file that has an answer of it."""
+    """Several results as one: for each engine there still is, the last file that has an answer of it."""
     outcomes: dict[str, Any] = {}
     environments = []
+    known = {engine.name for engine in cases.ENGINES}
     for path in paths:
         results = json.loads(path.read_text())
         environments.append(results["environment"])
         for name, outcome in results["outcomes"].items():
-            if outcome["answers"] or name not in outcomes:
+            if name in known and (outcome["answers"] or name not in outcomes):
                 outcomes[name] = outcome
-    commands = "; ".join(environment["command"] for environment in environments)
-    return {"environment": {**environments[-1], "command": commands}, "outcomes": outcomes}
+    commands = "`; `".join(environment["command"] for environment in environments)
+    gpus = " or ".join(dict.fromkeys(environment["gpu"].replace("\n", " and ") for environment in environments))
+    return {"environment": {**environments[-1], "command": commands, "gpu": gpus}, "outcomes": outcomes}
 
 
 def outcomes_of(results: dict[str, Any]) -> dict[str, Outcome]:

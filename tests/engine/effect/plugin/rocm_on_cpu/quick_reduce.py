@@ -7,9 +7,10 @@ call, so whoever replaces that method is obeyed.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rocm_on_cpu.counts import Counts
+if TYPE_CHECKING:
+    from rocm_on_cpu.counts import Counts
 
 BLOCK = 32
 
