@@ -79,11 +79,27 @@ def _install() -> None:
 def _count(communicator: Any) -> None:
     counts = AllReduces.counts = Counts(communicator.device)
     if envs.VLLM_ROCM_QUICK_REDUCE_QUANTIZATION == "INT4":
-        communicator.qr_comm = _lossy(communicator.pynccl_comm.all_reduce)
+        communicator.qr_comm = _lossy(_exact(communicator))
     for path, (attribute, method) in PATHS.items():
         owner = getattr(communicator, attribute)
         if owner is not None:
             setattr(owner, method, _counted(getattr(owner, method), path, counts))
+
+
+def _exact(communicator: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The all-reduce vLLM takes on NVLink, or torch's; not counted."""
+    custom = communicator.ca_comm
+    reduce = custom.custom_all_reduce if custom is not None and not custom.disabled else None
+
+    def exact(x: torch.Tensor) -> torch.Tensor:
+        if reduce is not None and custom.should_custom_ar(x):
+            result: torch.Tensor = reduce(x)
+            return result
+        result = x.clone()
+        torch.distributed.all_reduce(result, group=communicator.device_group)
+        return result
+
+    return exact
 
 
 def _lossy(exact: Callable[[torch.Tensor], torch.Tensor]) -> Any:
