@@ -27,17 +27,15 @@ POLL_S = 0.05
 ROUND_S = 60.0  # the longest a round may take
 SETTLE_S = 5.0  # between the last load and the first turn
 INSPECTED = "inspected"
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "EagleLlamaForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3DSparkModel",
-    "DeepseekV3ForCausalLM",
-    "DeepSeekMTPModel",
-    "Glm4MoeForCausalLM",
-    "Glm4MoeMTPModel",
-    "Qwen3MoeForCausalLM",
-)
+GLM = ("Glm4MoeForCausalLM", "Glm4MoeMTPModel")
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
+    "large": ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3DSparkModel"),
+    "deepseek": ("DeepseekV3ForCausalLM", "DeepSeekMTPModel"),
+    **dict.fromkeys(("experts_fp16", "experts_fp8", "mxfp4", "mixed"), GLM),
+    "target": ("Qwen3MoeForCausalLM",),
+}
 INSPECT = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -182,11 +180,12 @@ def _environment(engine: Engine, directory: Path) -> dict[str, str]:
     }
 
 
-def inspect_models(directory: Path) -> subprocess.Popen[bytes]:
+def inspect_models(directory: Path, engines: Iterable[Engine]) -> subprocess.Popen[bytes]:
     """Let vLLM inspect the model classes once for all engines: each would start a process for each of its own."""
+    names = sorted({name for engine in engines for name in ARCHITECTURES[Path(engine.model).name]})
     (directory / INSPECTED / "modelinfos").mkdir(parents=True)
     environ = {**os.environ, "VLLM_CACHE_ROOT": str(directory / INSPECTED), "DRAFTTOOLS": "off"}
-    return subprocess.Popen([sys.executable, "-c", INSPECT, *ARCHITECTURES], env=environ, cwd=ROOT)
+    return subprocess.Popen([sys.executable, "-c", INSPECT, *names], env=environ, cwd=ROOT)
 
 
 @dataclass

@@ -71,7 +71,7 @@ def validate(
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="drafttools-gpu-") as work:
         directory = Path(work)
-        inspection = inspect_models(directory / "engines")
+        inspection = inspect_models(directory / "engines", engines)
         checkpoints.make(directory / "checkpoints", (engine.model for engine in engines))
         inspection.wait()
         print(f"checkpoints made in {time.monotonic() - started:.0f} s", flush=True)
