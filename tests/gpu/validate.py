@@ -118,7 +118,7 @@ def environment() -> dict[str, Any]:
 
 
 def merged(paths: list[Path]) -> dict[str, Any]:
-    """Several results as one: for each engine there still is, the last file that has an answer of it."""
+    """Several results as one: for each engine there still is, the last file with an answer of it, else the last."""
     outcomes: dict[str, Any] = {}
     environments = []
     known = {engine.name for engine in cases.ENGINES}
@@ -126,7 +126,7 @@ def merged(paths: list[Path]) -> dict[str, Any]:
         results = json.loads(path.read_text())
         environments.append(results["environment"])
         for name, outcome in results["outcomes"].items():
-            if name in known and (outcome["answers"] or name not in outcomes):
+            if name in known and (outcome["answers"] or not outcomes.get(name, {}).get("answers")):
                 outcomes[name] = outcome
     commands = "`; `".join(environment["command"] for environment in environments)
     gpus = " or ".join(dict.fromkeys(environment["gpu"].replace("\n", " and ") for environment in environments))
