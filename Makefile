@@ -6,6 +6,8 @@ TORCH_OPTIONS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_TREE := $(VENV)/vllm-0.33.0
+# The last release that lacks what drafttools brings back to older ones.
+OLD_VLLM_TREE := $(VENV)/vllm-0.29.0
 # The last disassembler that reads sm_70 code comes inside this wheel; CUDA 13's refuses it.
 TRITON := $(VENV)/triton-3.2.0
 
@@ -18,6 +20,7 @@ demo: setup
 
 test: setup lint
 	DRAFTTOOLS_VLLM_TREE=$(abspath $(VLLM_TREE)) \
+	DRAFTTOOLS_OLD_VLLM_TREE=$(abspath $(OLD_VLLM_TREE)) \
 	CUOBJDUMP=$(abspath $(TRITON)/triton/backends/nvidia/bin/cuobjdump) \
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
@@ -38,4 +41,5 @@ $(VENV)/.ready: Makefile setup.cfg pyproject.toml tests/vllm_tree.py
 	$(BIN)/pip install --quiet --editable .[test]
 	$(BIN)/pip install --quiet --no-deps --target $(TRITON) triton==3.2.0
 	$(BIN)/python tests/vllm_tree.py vllm==0.33.0 $(VLLM_TREE)
+	$(BIN)/python tests/vllm_tree.py vllm==0.29.0 $(OLD_VLLM_TREE)
 	touch $@

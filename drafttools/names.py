@@ -38,6 +38,7 @@ FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
     "in_proj_qkvz": (("in_proj_qkv", "in_proj_z"),),
     "in_proj_ba": (("in_proj_b", "in_proj_a"),),
     "lm_head": (("head",), ("shared_head.head",)),
+    "head": (("shared_head.head",), ("shared_head.output",)),  # of an MTP layer
     "embed_tokens": (("embed",),),
 }
 

@@ -2,7 +2,7 @@
 
 import os
 
-for _name in [name for name in os.environ if name.startswith("DRAFTTOOLS") and name != "DRAFTTOOLS_VLLM_TREE"]:
+for _name in [name for name in os.environ if name.startswith("DRAFTTOOLS") and not name.endswith("VLLM_TREE")]:
     del os.environ[_name]
 os.environ["DRAFTTOOLS"] = "off"
 
@@ -13,7 +13,7 @@ import pytest  # noqa: E402
 
 from tests.processes import VllmProcess, vllm_tree  # noqa: E402
 
-INSTALLED, TREE = "installed", "tree"
+INSTALLED, TREE, OLD = "installed", "tree", "old"
 
 
 @pytest.fixture(scope="session")
@@ -45,4 +45,20 @@ def tree_vllm(vllm_processes: dict[str, VllmProcess]) -> VllmProcess:
 @pytest.fixture(params=[INSTALLED, TREE])
 def vllm_process(request: pytest.FixtureRequest) -> VllmProcess:
     """Each vLLM at hand in turn."""
+    return request.getfixturevalue(f"{request.param}_vllm")
+
+
+@pytest.fixture(scope="session")
+def old_vllm() -> Iterator[VllmProcess]:
+    """The same with the unpacked wheel that DRAFTTOOLS_OLD_VLLM_TREE names (vLLM 0.29.0 in CI)."""
+    tree = vllm_tree("DRAFTTOOLS_OLD_VLLM_TREE")
+    if tree is None:
+        pytest.skip("DRAFTTOOLS_OLD_VLLM_TREE is not set")
+    with VllmProcess(tree) as process:
+        yield process
+
+
+@pytest.fixture(params=[INSTALLED, TREE, OLD])
+def any_vllm(request: pytest.FixtureRequest) -> VllmProcess:
+    """Each vLLM at hand in turn, a release from before 0.30 included."""
     return request.getfixturevalue(f"{request.param}_vllm")

@@ -44,9 +44,9 @@ def printed(code: str, *arguments: str, **options: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def vllm_tree() -> Path | None:
-    """The unpacked wheel to test against besides the installed vLLM, if there is one."""
-    value = os.environ.get("DRAFTTOOLS_VLLM_TREE")
+def vllm_tree(variable: str = "DRAFTTOOLS_VLLM_TREE") -> Path | None:
+    """The unpacked wheel that an environment variable names, to test against besides the installed vLLM."""
+    value = os.environ.get(variable)
     return Path(value) if value else None
 
 

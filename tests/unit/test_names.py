@@ -104,6 +104,12 @@ def resolver_of(*modules: str, **config: Any) -> Resolver:
     return Resolver(found, layout_of(found))
 
 
+def test_a_shared_head_is_found_by_the_prefix_it_is_built_with() -> None:
+    """vLLM 0.33.0 leaves `shared_head` out of the prefix (deepseek_mtp.py, glm4_moe_mtp.py)."""
+    module = "model.layers.2.shared_head.head"
+    assert resolver_of(module).find("model.layers.2.head").modules == (module,)
+
+
 @pytest.mark.parametrize(
     ("prefix", "stored"),
     [
