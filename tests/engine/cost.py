@@ -24,8 +24,8 @@ import torch
 from tests.bootstrap import median_interval
 from tests.engine import harness, serve, tiny_checkpoints
 
-WARM_UP = 5
-TURNS = 40
+WARM_UP = 2
+TURNS = {"small": 10, "tiny": 40}  # of each engine, half a minute of either size
 SIZES: dict[str, dict[str, int]] = {
     "small": {
         "num_hidden_layers": 12,
@@ -79,12 +79,12 @@ class Engine:
         self._process.wait()
 
 
-def pair(root: Path, number: int) -> tuple[list[float], list[float]]:
+def pair(root: Path, number: int, turns: int) -> tuple[list[float], list[float]]:
     """Seconds of each turn of two engines, stock and shim."""
     reports = root / f"shim{number}"
     engines = [Engine(root, root / f"stock{number}"), Engine(root, reports, "--import-drafttools")]
     seconds: tuple[list[float], list[float]] = ([], [])
-    for i in range(WARM_UP + TURNS):
+    for i in range(WARM_UP + turns):
         for arm in (0, 1) if i % 2 else (1, 0):
             seconds[arm].append(engines[arm].turn())
     for engine in engines:
@@ -101,7 +101,7 @@ def measure(size: str, pairs: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         tiny_checkpoints.llama(Path(scratch), **SIZES[size])
         for number in range(pairs):
-            stock, shim = pair(Path(scratch), number)
+            stock, shim = pair(Path(scratch), number, TURNS[size])
             ratios.append(statistics.median(a / b for a, b in zip(stock, shim, strict=True)))
             print(
                 f"{size} {number}: stock {statistics.median(stock):.4f} s, shim {statistics.median(shim):.4f} s a turn, "
