@@ -21,15 +21,25 @@ def scoped(patch_name: str) -> Callable[..., Any]:
     counts = attest.entry_points
 
     def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        result = call_in_scope(wrapped, args, kwargs)
         name = wrapped.__name__
+        if name == "load_model":
+            result = call_in_scope(_load, (wrapped, instance, args, kwargs), {})
+            drafts.note_shared_modules()
+        else:
+            result = call_in_scope(wrapped, args, kwargs)
         entry_point = type(instance), name
         count = counts[entry_point] = counts.get(entry_point, 0) + 1
-        if name == "load_model":
-            drafts.note_shared_modules()
         if count == 1 or count % _LOOK_EVERY == 0:
             seen.asked = count
             attest.entered(first=count == 1)
         return result
 
     return wrapper
+
+
+def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Check what the draft needs here too: the loaders check, but theirs may be the patches that were refused."""
+    vllm_config = getattr(instance, "vllm_config", None)
+    if vllm_config is not None:
+        drafts.before_load(vllm_config)
+    return wrapped(*args, **kwargs)

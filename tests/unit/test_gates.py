@@ -371,6 +371,36 @@ def test_a_load_scope_that_is_gone_stops_the_load(vllm_process: VllmProcess) -> 
     assert "patch load_scope was refused" in vllm_process.call(load_without_the_load_scope)
 
 
+def load_with_no_loader_patched() -> str:
+    """A proposer loads its draft after other code has replaced both functions that would have checked."""
+    from vllm.model_executor.model_loader import base_loader, utils
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    from drafttools.errors import DraftToolsError
+
+    base_loader.BaseModelLoader.load_model = lambda self, vllm_config, model_config, prefix="": None
+    utils.initialize_model = lambda vllm_config, **_: None
+
+    class Proposer(SpecDecodeBaseProposer):
+        def __init__(self) -> None:
+            self.vllm_config = effects.real_config()
+
+        def load_model(self, target_model: Any) -> None:
+            """Stands for a runner's own way to load."""
+
+    try:
+        Proposer().load_model(None)
+    except DraftToolsError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_loaders_that_are_both_gone_stop_the_load(vllm_process: VllmProcess) -> None:
+    message = vllm_process.call(load_with_no_loader_patched)
+    assert "patch load_scope was refused" in message
+    assert "patch initialize_scope was refused" in message
+
+
 def load_where_the_gate_has_moved() -> str:
     """A draft loads with quick reduce on, in a vLLM that keeps QuickAllReduce in a module drafttools does not know."""
     import dataclasses
