@@ -73,6 +73,12 @@ def before_load(vllm_config: Any) -> None:
     attest.reaches_draft(ungated, failures)
 
 
+def no_loader_checks() -> bool:
+    """Whether the patches of both functions that load models, and would call `before_load`, were refused."""
+    engine.refresh()
+    return all(engine.refusal(engine.applied()[name]) for name in ("load_scope", "initialize_scope"))
+
+
 def loading() -> bool:
     """Whether a draft is being loaded right now: a loader that delegates to another must not mark it twice."""
     return _loading.get()

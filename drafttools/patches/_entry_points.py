@@ -38,8 +38,7 @@ def scoped(patch_name: str) -> Callable[..., Any]:
 
 
 def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Check what the draft needs here too: the loaders check, but theirs may be the patches that were refused."""
-    vllm_config = getattr(instance, "vllm_config", None)
-    if vllm_config is not None:
-        drafts.before_load(vllm_config)
+    """Check what the draft needs here, if neither of the loaders' patches stands, which check otherwise."""
+    if drafts.no_loader_checks():
+        drafts.before_load(instance.vllm_config)
     return wrapped(*args, **kwargs)
